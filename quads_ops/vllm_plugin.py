@@ -1,0 +1,5 @@
+"""vLLM calls register() in every one of its processes (entry point `vllm.general_plugins`)."""
+
+
+def register() -> None:
+    """Register the quantization method `quads_nvfp4`. Safe to call more than once."""
