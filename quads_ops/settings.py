@@ -1,0 +1,207 @@
+"""The one block of settings, read by the trainer and by the rollout, so that they can't disagree.
+
+`QuadsSettings.from_dict` takes the `quads:` block of the hydra config. `arm` sets one of the paper's combinations;
+single fields override it. A wrong value raises `SettingsError` with the field, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ACTOR_MODES = ("none", "w4a16", "w4a4")
+ROLLOUT_MODES = ("bf16", "fp8", "w4a16", "w4a4")
+GRANULARITIES = ("block", "channel")
+SCOPES = ("step", "token")
+SCORES = ("residual", "weighted")
+TARGET_SETS = ("all_linear", "experts")
+
+# arm: (actor.mode, rollout.mode, rollout.residual.ratio)
+ARMS: dict[str, tuple[str, str, float]] = {
+    "bf16": ("none", "bf16", 0.0),
+    "fp8": ("none", "fp8", 0.0),
+    "naive": ("none", "w4a4", 0.0),
+    "qat": ("w4a16", "w4a4", 0.0),
+    "symmetric": ("w4a4", "w4a4", 0.0),
+    "quads": ("w4a16", "w4a4", 0.5),
+    "quads_full": ("w4a16", "w4a4", 1.0),
+}
+
+
+class SettingsError(ValueError):
+    """A wrong setting: names the field, the value and the remedy."""
+
+    def __init__(self, name: str, value: Any, remedy: str):
+        super().__init__(f"{name} = {value!r}: {remedy}")
+        self.name, self.value, self.remedy = name, value, remedy
+
+
+def _choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise SettingsError(name, value, f"must be one of {', '.join(allowed)}")
+    return value
+
+
+def _mapping(name: str, value: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    """A copy of `value` as a dict; unknown keys are an error, because a misspelt setting would silently do nothing."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise SettingsError(name, value, f"must be a mapping with the keys {', '.join(allowed)}")
+    for key in value:
+        if key not in allowed:
+            raise SettingsError(f"{name}.{key}", value[key], f"no such setting; {name} has {', '.join(allowed)}")
+    return dict(value)
+
+
+def _number(name: str, value: Any, low: float, high: float, remedy: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise SettingsError(name, value, remedy)
+    return float(value)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise SettingsError(name, value, "must be a list of module names or patterns 're:...'")
+    for pattern in value:
+        if not isinstance(pattern, str) or not pattern:
+            raise SettingsError(name, pattern, "every pattern is a non-empty string: a module name or 're:...'")
+    return tuple(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualSettings:
+    """Residual activation compensation: which part of the activation's quantization residual gets a second product."""
+
+    ratio: float = 0.0
+    """Share of the channels compensated, in [0, 1]. 0 is plain W4A4, 1 every channel (needs no mask)."""
+    granularity: str = "block"
+    """`block`: units of 16 channels, saves FLOPs on a GPU. `channel`: single channels, more exact, saves none."""
+    scope: str = "step"
+    """`step`: one mask per layer, frozen between two weight syncs. `token`: chosen anew for every token; saves no FLOPs."""
+    score: str = "residual"
+    """`residual`: sum of r^2. `weighted`: r^2 times the squared norm of the weights it meets."""
+    ema: float = 0.5
+    """Weight of the past in the moving average of the score, in [0, 1)."""
+
+    def __post_init__(self):
+        prefix = "quads.rollout.residual."
+        _number(prefix + "ratio", self.ratio, 0, 1, "must be in [0, 1]: 0 = plain W4A4, 0.5 = the paper, 1 = all")
+        _choice(prefix + "granularity", self.granularity, GRANULARITIES)
+        _choice(prefix + "scope", self.scope, SCOPES)
+        _choice(prefix + "score", self.score, SCORES)
+        if not 0 <= _number(prefix + "ema", self.ema, 0, 1, "must be in [0, 1)") < 1:
+            raise SettingsError(prefix + "ema", self.ema, "must be below 1, or the mask would never move")
+        if self.scope == "token" and self.score != "residual":
+            raise SettingsError(prefix + "score", self.score, "a mask per token is chosen by `residual` only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How the vLLM rollout multiplies the targeted matrices."""
+
+    mode: str = "w4a4"
+    """`bf16`: not quantized. `fp8`: W8A8 (E4M3). `w4a16`: NVFP4 weights. `w4a4`: NVFP4 weights and activations."""
+    residual: ResidualSettings = field(default_factory=ResidualSettings)
+
+    def __post_init__(self):
+        _choice("quads.rollout.mode", self.mode, ROLLOUT_MODES)
+        if self.residual.ratio > 0 and self.mode != "w4a4":
+            raise SettingsError(
+                "quads.rollout.residual.ratio",
+                self.residual.ratio,
+                f"needs quads.rollout.mode=w4a4 (it is {self.mode}): nothing else has an activation residual",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorSettings:
+    """How the FSDP actor computes with the targeted matrices."""
+
+    mode: str = "w4a16"
+    """`none`: full precision. `w4a16`: weights fake-quantized to NVFP4. `w4a4`: weights and activations."""
+
+    def __post_init__(self):
+        _choice("quads.actor.mode", self.mode, ACTOR_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuadsSettings:
+    """The whole `quads:` block."""
+
+    arm: str = "quads"
+    targets: str | tuple[str, ...] = "all_linear"
+    """`all_linear`, `experts`, or a list of module names and `re:` patterns. Embeddings, lm_head, router gates and
+    shared-expert gates are never quantized."""
+    exclude: tuple[str, ...] = ()
+    """Module names and `re:` patterns taken out of the targets."""
+    group_size: int = 16
+    actor: ActorSettings = field(default_factory=ActorSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    sync_timeout_s: float = 50.0
+    """Longest wait in seconds for the rollout to take one weight bucket; after it the run ends with the cause."""
+
+    def __post_init__(self):
+        _choice("quads.arm", self.arm, tuple(ARMS))
+        if isinstance(self.targets, str):
+            _choice("quads.targets", self.targets, TARGET_SETS)
+        elif not self.targets:
+            raise SettingsError("quads.targets", self.targets, "an empty list quantizes nothing; use arm bf16 for that")
+        if self.group_size != 16:
+            raise SettingsError("quads.group_size", self.group_size, "NVFP4 has blocks of 16; leave it at 16")
+        _number("quads.sync_timeout_s", self.sync_timeout_s, 1, 3600, "must be between 1 and 3600 seconds")
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any]) -> QuadsSettings:
+        """Settings from the `quads:` block; `None` and missing fields take the arm's or the default value.
+
+        Raises:
+            SettingsError: unknown key, wrong type, or a value outside its range.
+        """
+        top = _mapping(
+            "quads", block, ("arm", "targets", "exclude", "group_size", "actor", "rollout", "sync_timeout_s")
+        )
+        actor = _mapping("quads.actor", top.get("actor"), ("mode",))
+        rollout = _mapping("quads.rollout", top.get("rollout"), ("mode", "residual"))
+        residual = _mapping(
+            "quads.rollout.residual", rollout.get("residual"), ("ratio", "granularity", "scope", "score", "ema")
+        )
+        arm = _choice("quads.arm", top.get("arm") or "quads", tuple(ARMS))
+        actor_mode, rollout_mode, ratio = ARMS[arm]
+        overridden = rollout.get("mode") or rollout_mode
+        if overridden != "w4a4" and residual.get("ratio") is None:
+            ratio = 0.0  # the arm's ratio belongs to its own mode; an explicit one is checked below
+        targets = top.get("targets") or "all_linear" if top.get("targets") != [] else ()
+        return cls(
+            arm=arm,
+            targets=targets if isinstance(targets, str) else _patterns("quads.targets", targets),
+            exclude=_patterns("quads.exclude", top.get("exclude") or ()),
+            group_size=16 if top.get("group_size") is None else top["group_size"],
+            actor=ActorSettings(mode=actor.get("mode") or actor_mode),
+            rollout=RolloutSettings(mode=overridden, residual=ResidualSettings(**{"ratio": ratio, **_given(residual)})),
+            **_given({"sync_timeout_s": top.get("sync_timeout_s")}),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict (JSON and YAML safe); `from_dict(to_dict())` gives equal settings."""
+        block = asdict(self)
+        block["targets"] = self.targets if isinstance(self.targets, str) else list(self.targets)
+        block["exclude"] = list(self.exclude)
+        return block
+
+    def vllm_quantization_config(self) -> dict[str, Any]:
+        """What vLLM gets as `hf_overrides.quantization_config` (see quads_ops.vllm_method)."""
+        block = self.to_dict()
+        return {
+            "quant_method": "quads_nvfp4",
+            "mode": self.rollout.mode,
+            "residual": block["rollout"]["residual"],
+            "targets": block["targets"],
+            "exclude": block["exclude"],
+            "group_size": self.group_size,
+        }
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
