@@ -1,0 +1,1 @@
+"""NVFP4 numerics, fake-quantized modules, residual compensation, and the vLLM quantization method."""

@@ -1,0 +1,181 @@
+"""Activations in NVFP4 with residual compensation.
+
+A token x is quantized with its own global scale g; the residual r = x - Xq, where a mask selects it, is quantized a
+second time with the same g and its own block scales, and the rollout multiplies the same weights with both:
+Xq W + Rq W = (Xq + Rq) W. `compensate` gives Xq + Rq, for which one ordinary GEMM does.
+
+A mask is chosen per layer from statistics (sum of r^2) gathered while generating and kept frozen between two weight
+syncs (`ResidualMask`), or anew for each token (`TokenMask`). It selects blocks of 16 channels, or single channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quads_ops import nvfp4
+from quads_ops.formats import BLOCK_SIZE
+
+GRANULARITIES = ("block", "channel")
+MODES = ("w4a16", "w4a4")
+
+
+@dataclass(frozen=True)
+class ResidualMask:
+    """Where the residual is kept, for every token of a layer. Exactly one of the two is set."""
+
+    blocks: torch.Tensor | None = None
+    """bool [K/16]"""
+    channels: torch.Tensor | None = None
+    """bool [K]"""
+
+    def __post_init__(self):
+        if (self.blocks is None) == (self.channels is None):
+            raise ValueError("ResidualMask: set either blocks (bool [K/16]) or channels (bool [K]), not both or none")
+        if self.flags.dtype != torch.bool or self.flags.dim() != 1:
+            raise ValueError(
+                f"ResidualMask.{self.granularity}s must be a 1-D bool tensor, got {self.flags.dtype} of shape "
+                f"{tuple(self.flags.shape)}"
+            )
+
+    @property
+    def granularity(self) -> str:
+        return "channel" if self.blocks is None else "block"
+
+    @property
+    def flags(self) -> torch.Tensor:
+        return self.channels if self.blocks is None else self.blocks
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """The residual is kept, for each token, in the `ratio` of its blocks or channels where its energy is largest."""
+
+    ratio: float
+    granularity: str = "block"
+
+    def __post_init__(self):
+        _check_ratio(self.ratio)
+        _check_granularity(self.granularity)
+
+
+Residual = ResidualMask | TokenMask | str | None
+
+
+def compensate(
+    x: torch.Tensor, mode: str, residual: Residual = None, *, stats: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the rollout's activation is worth after quantization, as FP32 [M, K].
+
+    x: [M, K], any float dtype.
+    mode: "w4a4" quantizes; "w4a16" leaves activations as they are.
+    residual: None (plain W4A4), "all" (ratio 1), a ResidualMask, or a TokenMask.
+    stats: FP32 [K/16] or [K]; the sum over tokens of r^2, before the mask, is added in place.
+    Raises ValueError on a wrong shape, mode or mask.
+    """
+    if mode == "w4a16":
+        return x.float()
+    if mode != "w4a4":
+        raise ValueError(f"compensate: mode {mode!r} quantizes no activation; use one of {MODES}")
+    x = _tokens(x)
+    g = token_scale(x)
+    quantized = nvfp4.qdq(x, g)
+    if residual is None and stats is None:
+        return quantized
+    rest = x - quantized
+    if stats is not None:
+        stats += _statistics(rest, stats.shape[-1])
+    if residual is None:
+        return quantized
+    return quantized + nvfp4.qdq(_masked(rest, residual), g)
+
+
+def token_scale(x: torch.Tensor) -> torch.Tensor:
+    """global_scale_dec of each token: [M, K] -> FP32 [M]. A token's result so does not depend on its neighbours."""
+    return nvfp4.global_scale_dec(x.abs().amax(-1))
+
+
+def residual_statistics(x: torch.Tensor, granularity: str = "block") -> torch.Tensor:
+    """Sum over tokens of r^2, FP32: [M, K] -> [K/16] ("block") or [K] ("channel").
+
+    A token that holds NaN or Inf has no residual and does not count.
+    """
+    _check_granularity(granularity)
+    x = _tokens(x)
+    size = x.shape[-1] // BLOCK_SIZE if granularity == "block" else x.shape[-1]
+    return _statistics(x - nvfp4.qdq(x, token_scale(x)), size)
+
+
+def select_mask(score: torch.Tensor, ratio: float, granularity: str = "block") -> ResidualMask:
+    """The round(ratio * n) entries of largest score (at least one if ratio > 0); ties go to the lower index.
+
+    score: [n] with n = K/16 ("block") or K ("channel"), finite. Raises ValueError on a bad ratio or score.
+    """
+    _check_ratio(ratio)
+    _check_granularity(granularity)
+    if score.dim() != 1 or not bool(score.isfinite().all()):
+        raise ValueError(
+            f"select_mask: the score must be a finite 1-D tensor, got shape {tuple(score.shape)} with "
+            f"{int((~score.isfinite()).sum())} non-finite entries; activations this large have no useful mask"
+        )
+    return ResidualMask(**{f"{granularity}s": _largest(score, ratio)})
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() != 2:
+        raise ValueError(f"activations must have shape [M, K], got {tuple(x.shape)}; flatten the leading dimensions")
+    return x.float()
+
+
+def _masked(rest: torch.Tensor, residual: Residual) -> torch.Tensor:
+    """The residual with zeros where it is not kept."""
+    if isinstance(residual, str) and residual == "all":
+        return rest
+    if isinstance(residual, TokenMask):
+        keep = _largest(_energy(rest, residual.granularity), residual.ratio)
+        return _zero_where_not(rest, keep, residual.granularity)
+    if isinstance(residual, ResidualMask):
+        return _zero_where_not(rest, residual.flags, residual.granularity)
+    raise ValueError(f'residual must be None, "all", a ResidualMask or a TokenMask; got {residual!r}')
+
+
+def _zero_where_not(rest: torch.Tensor, keep: torch.Tensor, granularity: str) -> torch.Tensor:
+    width = BLOCK_SIZE if granularity == "block" else 1
+    if keep.shape[-1] * width != rest.shape[-1]:
+        raise ValueError(
+            f"the {granularity} mask has {keep.shape[-1]} entries; activations of K={rest.shape[-1]} need "
+            f"{rest.shape[-1] // width}"
+        )
+    # where, not a product: the residual of a non-finite token is NaN.
+    return torch.where(keep.unsqueeze(-1), rest.unflatten(-1, (-1, width)), 0.0).flatten(-2)
+
+
+def _energy(rest: torch.Tensor, granularity: str) -> torch.Tensor:
+    squares = rest.square()
+    return squares if granularity == "channel" else squares.unflatten(-1, (-1, BLOCK_SIZE)).sum(-1)
+
+
+def _statistics(rest: torch.Tensor, size: int) -> torch.Tensor:
+    k = rest.shape[-1]
+    if size not in (k, k // BLOCK_SIZE):
+        raise ValueError(f"residual statistics of K={k} have {k // BLOCK_SIZE} or {k} entries, got {size}")
+    total = rest.square().nan_to_num(nan=0.0, posinf=torch.inf).sum(0)
+    return total if size == k else total.unflatten(-1, (-1, BLOCK_SIZE)).sum(-1)
+
+
+def _largest(score: torch.Tensor, ratio: float) -> torch.Tensor:
+    """bool, same shape: the largest entries along the last dimension."""
+    n = score.shape[-1]
+    count = max(1, round(ratio * n)) if ratio > 0 else 0
+    # A stable sort puts the lower index first among equals; topk promises nothing.
+    order = score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, True)
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"residual ratio must lie in [0, 1], got {ratio!r}")
+
+
+def _check_granularity(granularity: str) -> None:
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"residual granularity must be one of {GRANULARITIES}, got {granularity!r}")
