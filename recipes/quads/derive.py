@@ -1,0 +1,80 @@
+"""From the `quads:` block to the settings of verl and vLLM that follow from it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from quads_ops.settings import QuadsSettings
+
+from quads_recipe import preflight, preflight_model, run_id
+
+ENGINE_LIB = "quads_recipe.engine"
+ENGINE_CONFIG = "quads_recipe.engine_config.QuadsFSDPEngineConfig"
+EXTENSION = "quads_recipe.rollout_extension.QuadsWorkerExtension"
+TRAINER_MODE = "quads_sync"
+
+
+def prepare(config: DictConfig) -> list[str]:
+    """Check `config` and complete it in place.
+
+    Returns:
+        Lines that tell what was decided, for the terminal.
+
+    Raises:
+        quads_ops.settings.SettingsError: a wrong setting.
+        quads_ops.compat.UnsupportedVersion: a package version that was not tried.
+    """
+    block = OmegaConf.to_container(config.quads, resolve=True)
+    settings = QuadsSettings.from_dict(block)
+    preflight.check_environment(config)
+    preflight.check_config(config, settings)
+    inventory = preflight_model.inspect(config.actor_rollout_ref.model)
+    lines = _describe(settings) + preflight_model.check(config, settings, inventory)
+    with open_dict(config):
+        _write(config, settings)
+    return lines
+
+
+def _describe(settings: QuadsSettings) -> list[str]:
+    rollout, residual = settings.rollout, settings.rollout.residual
+    rac = (
+        f"residual ratio {residual.ratio:g} ({residual.granularity}, per {residual.scope}, score {residual.score})"
+        if residual.ratio
+        else "no residual compensation"
+    )
+    return [f"arm {settings.arm}: actor {settings.actor.mode}, rollout {rollout.mode}, {rac}"]
+
+
+def _write(config: DictConfig, settings: QuadsSettings) -> None:
+    actor, rollout, model = (config.actor_rollout_ref[key] for key in ("actor", "rollout", "model"))
+    config.quads = settings.to_dict()
+    config.trainer.v1.trainer_mode = TRAINER_MODE
+    actor.fsdp_config._target_ = ENGINE_CONFIG
+    actor.fsdp_config.quads = settings.to_dict()
+    libs = model.external_lib or []
+    model.external_lib = [ENGINE_LIB, *([libs] if isinstance(libs, str) else libs)]
+    vllm = rollout.engine_kwargs.vllm
+    vllm.worker_extension_cls = EXTENSION
+    if settings.rollout.mode != "bf16":
+        overrides = OmegaConf.to_container(vllm.get("hf_overrides") or OmegaConf.create({}), resolve=True)
+        vllm.hf_overrides = overrides | {"quantization_config": settings.vllm_quantization_config()}
+    _write_ray(config)
+
+
+def _write_ray(config: DictConfig) -> None:
+    """One id for the run in every process; on a CPU a private temp dir, since Ray's default is shared by all runs."""
+    os.environ[run_id.ENV] = run_id.new_run_id()
+    env = {run_id.ENV: os.environ[run_id.ENV]}
+    ray_init = config.ray_kwargs.ray_init
+    if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
+        env["VERL_PLATFORM"] = "cpu"
+        if not ray_init.get("_temp_dir") and not ray_init.get("address"):
+            ray_init._temp_dir = tempfile.mkdtemp(prefix="quads-")
+            atexit.register(shutil.rmtree, ray_init._temp_dir, ignore_errors=True)
+    runtime_env = ray_init.get("runtime_env") or {}
+    env_vars = OmegaConf.create({str(k): str(v) for k, v in (runtime_env.get("env_vars") or {}).items()})
+    ray_init.runtime_env = {**runtime_env, "env_vars": {**env_vars, **env}}

@@ -1,0 +1,98 @@
+"""Checks of the environment and of the hydra config, before Ray starts. Each failure is one SettingsError."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from quads_ops import compat
+from quads_ops.settings import QuadsSettings, SettingsError
+
+PLUGINS = {"verl.plugins": "quads", "vllm.general_plugins": "quads_nvfp4"}
+ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
+MODEL = "actor_rollout_ref.model."
+
+
+def check_environment(config: DictConfig) -> None:
+    """Versions, both plugins, and a device that fits `trainer.device`."""
+    compat.require_supported()
+    for group, name in PLUGINS.items():
+        if not any(entry.name == name for entry in entry_points(group=group)):
+            raise SettingsError(
+                f"entry point {group}:{name}",
+                "not registered",
+                "install the package (`pip install --no-deps -e .`); a stale *.egg-info in the working directory hides it",
+            )
+    platform = os.environ.get("VERL_PLATFORM", "").lower()
+    device = config.trainer.device
+    if device == "cpu" and platform != "cpu":
+        raise SettingsError("trainer.device", device, "set VERL_PLATFORM=cpu in the environment to run on a CPU")
+    if device != "cpu" and platform == "cpu":
+        raise SettingsError("VERL_PLATFORM", platform, f"unset it, or set trainer.device=cpu (it is {device})")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(
+            "trainer.device", device, "no CUDA device is visible; on a CPU use VERL_PLATFORM=cpu and trainer.device=cpu"
+        )
+
+
+def _expect(config: DictConfig, name: str, allowed: tuple, remedy: str) -> None:
+    value = OmegaConf.select(config, name, default=None)
+    if value not in allowed:
+        raise SettingsError(name, value, remedy)
+
+
+def check_config(config: DictConfig, settings: QuadsSettings) -> None:
+    """Everything in the config that QUADS can't work with."""
+    _expect(config, "trainer.use_v1", (True,), "quads extends verl's v1 trainer; set it to true")
+    _expect(config, "trainer.v1.trainer_mode", ("sync", "quads_sync"), "only the synchronous trainer is supported")
+    _expect(config, ACTOR + "strategy", ("fsdp", "fsdp2"), "the actor engine is FSDP; use fsdp or fsdp2")
+    _expect(config, "actor_rollout_ref.hybrid_engine", (True,), "actor and rollout are colocated; set it to true")
+    _expect(config, ROLLOUT + "name", ("vllm",), "the rollout is vLLM")
+    _expect(config, ROLLOUT + "checkpoint_engine.backend", ("naive",), "the colocated sync is the backend naive")
+    _expect(config, ROLLOUT + "pipeline_model_parallel_size", (1,), "pipeline parallel rollouts are not supported")
+    _expect(config, ROLLOUT + "calculate_log_probs", (True,), "the mismatch can't be measured without; set it to true")
+    _expect(config, ROLLOUT + "quantization", (None,), "quads sets the rollout's quantization; use quads.rollout.mode")
+    _expect(config, ROLLOUT + "quantization_config_file", (None,), "use the quads block instead")
+    _expect(config, ACTOR + "fsdp_config.qat.enable", (False, None), "verl's own QAT can't be combined with quads")
+    _expect(config, MODEL + "mtp.enable", (False, None), "multi-token prediction heads are not supported")
+    _check_quantization_only(config, settings)
+    _check_files(config)
+
+
+def _check_quantization_only(config: DictConfig, settings: QuadsSettings) -> None:
+    if settings.actor.mode == "none" and settings.rollout.mode == "bf16":
+        return
+    for name in ("lora_rank", "lora.rank"):
+        _expect(config, MODEL + name, (0, None), "LoRA can't be combined with quantization; set it to 0")
+    _expect(config, MODEL + "lora_adapter_path", (None,), "LoRA can't be combined with quantization; remove it")
+    kv = ROLLOUT + "engine_kwargs.vllm.kv_cache_dtype"
+    _expect(
+        config, kv, (None, "auto", "bfloat16", "float16"), "a quantized KV cache adds a mismatch of its own; use auto"
+    )
+    rollout = _dtype(config, ROLLOUT + "dtype", "bfloat16")
+    actor = _dtype(config, ACTOR + "fsdp_config.mixed_precision.param_dtype", "bf16")
+    if rollout != actor:
+        raise SettingsError(
+            ROLLOUT + "dtype",
+            OmegaConf.select(config, ROLLOUT + "dtype"),
+            f"must be the actor's compute dtype ({ACTOR}fsdp_config.mixed_precision.param_dtype, {actor}): "
+            "both sides quantize the weight as cast to it",
+        )
+
+
+def _dtype(config: DictConfig, name: str, default: str) -> str:
+    value = str(OmegaConf.select(config, name, default=None) or default)
+    names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+    return names.get(value, value).removeprefix("torch.")
+
+
+def _check_files(config: DictConfig) -> None:
+    for name in ("data.train_files", "data.val_files"):
+        value = OmegaConf.select(config, name)
+        for file in value if isinstance(value, list | ListConfig) else [value]:
+            if file and "://" not in str(file) and not Path(str(file)).expanduser().exists():
+                raise SettingsError(name, str(file), "no such file; give a verl parquet")

@@ -1,0 +1,72 @@
+"""The trainer `quads_sync`: verl's synchronous PPO trainer with QUADS' worker, rollout server and metrics."""
+
+from __future__ import annotations
+
+import ray
+import transfer_queue as tq
+from omegaconf import open_dict
+from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.debug import marked_timer
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from quads_recipe import metrics as quads_metrics
+from quads_recipe.worker import QuadsWorker
+
+NAME = "quads_sync"
+
+
+def _load_replica():
+    from quads_recipe.server import QuadsReplica
+
+    return QuadsReplica
+
+
+@register_trainer(NAME)
+class QuadsTrainer(PPOTrainerSync):
+    """PPOTrainerSync (verl/trainer/ppo/v1/trainer_sync.py) plus receipts and log-space mismatch metrics."""
+
+    def __init__(self, config):
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = "sync"  # what the base class and its replay buffer know this mode as
+        RolloutReplicaRegistry.register("vllm", _load_replica)
+        super().__init__(config)
+
+    def _init_resource_pool_mgr(self):
+        super()._init_resource_pool_mgr()
+        stock = ray.remote(ActorRolloutRefWorker).__ray_metadata__.class_name
+        for role, worker in self.role_worker_mapping.items():
+            if worker.__ray_metadata__.class_name == stock:
+                self.role_worker_mapping[role] = ray.remote(QuadsWorker)
+
+    def on_init_end(self):
+        self._sync_weights()
+
+    def on_step_end(self):
+        with marked_timer("update_weights", self.timing_raw, color="red"):
+            self._pending_sync_metrics = self._sync_weights()
+
+    def _sync_weights(self) -> dict[str, float]:
+        """verl's CheckpointEngineManager.update_weights for colocated replicas, with the workers' results kept."""
+        pending = list(self.actor_rollout_wg.update_weights(global_steps=self.global_steps, mode="naive"))
+        results = []
+        while pending:  # the first failure ends the run; ranks that wait for it in a collective never return
+            done, pending = ray.wait(pending)
+            results += ray.get(done)
+        return quads_metrics.merge_ranks(results)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
+        rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        data = tq.kv_batch_get(keys=rows, partition_id=batch.partition_id, select_fields=fields)
+        data = DataProto(batch=data.to_padded_tensor()).batch
+        metrics.update(
+            quads_metrics.logprob_difference(
+                rollout=data["rollout_log_probs"], actor=data["old_log_probs"], mask=data["response_mask"]
+            )
+        )
+        return batch

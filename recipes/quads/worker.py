@@ -1,0 +1,57 @@
+"""verl's hybrid worker with a weight sync that is bounded in time and ends with a receipt."""
+
+from __future__ import annotations
+
+import time
+
+from quads_ops import receipt
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from quads_recipe.weight_sync import QuadsServerAdapter
+
+
+class QuadsWorker(ActorRolloutRefWorker):
+    """ActorRolloutRefWorker whose rollout is a QuadsServerAdapter and whose `update_weights` returns metrics."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        super().init_model()
+        if self.rollout is not None:
+            stock = self.rollout
+            self.rollout = QuadsServerAdapter(
+                config=stock.config,
+                model_config=stock.model_config,
+                device_mesh=stock.device_mesh,
+                sync_timeout_s=self.config.actor.fsdp_config.quads.get("sync_timeout_s", 50.0),
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
+        """Sync the weights, compare both sides' digests, and return this rank's `quads/` metrics.
+
+        Raises:
+            quads_ops.receipt.ReceiptMismatch: the two sides hold different codes or scales; names the matrices.
+        """
+        start = time.monotonic()
+        await super().update_weights(global_steps=global_steps, mode=mode)
+        metrics = {"quads/sync_seconds_max": time.monotonic() - start}
+        if self.rollout.last_result is not None:  # this rank leads a rollout replica
+            metrics |= self._compare(self.rollout.last_result)
+        return metrics
+
+    def _compare(self, results: list[dict]) -> dict[str, float]:
+        """Receipts are combined over tensor parallel ranks by the rollout, so that of worker 0 is complete."""
+        rollout = results[0]
+        receipt.compare(self.actor.engine.last_receipt or {}, rollout["receipt"])
+        metrics = {
+            "quads/receipts_equal_min": 1.0,
+            "quads/receipts_matrices_min": float(len(rollout["receipt"])),
+            "quads/requantize_seconds_max": rollout["seconds"],
+        }
+        if rollout.get("changed_codes") is not None:
+            metrics["quads/changed_codes_mean"] = rollout["changed_codes"]
+        for name, value in (rollout.get("rac") or {}).items():
+            if value is not None:
+                metrics[f"quads/rac_{name}_mean"] = float(value)
+        return metrics
