@@ -13,6 +13,9 @@ import re
 # A class is listed once its checkpoint names and its rollout were tested.
 FUSED_EXPERT_CLASSES = ("Qwen2MoeExperts", "Qwen3MoeExperts", "MixtralExperts")
 
+# Linears of one parent module that the rollout fuses into one matrix, and that so share one global scale.
+FUSED_LINEARS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
 # model_type -> (name in memory, name in the checkpoint), for the families whose checkpoints differ.
 _CHECKPOINT_PARTS = {
     "mixtral": (
@@ -44,5 +47,5 @@ def matrix_name(checkpoint_tensor: str) -> str:
 
 
 def expert_matrix(experts: str, expert: int, projection: str) -> str:
-    """Matrix of one expert: `model.layers.0.mlp.experts`, 3, `gate_proj` -> `model.layers.0.mlp.experts.3.gate_proj`."""
+    """`model.layers.0.mlp.experts`, 3, `gate_proj` -> the matrix `model.layers.0.mlp.experts.3.gate_proj`."""
     return f"{experts}.{expert}.{projection}"
