@@ -8,8 +8,8 @@ import shutil
 import tempfile
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from quads_ops.settings import QuadsSettings
 
+from quads_ops.settings import QuadsSettings
 from quads_recipe import preflight, preflight_model, run_id
 
 ENGINE_LIB = "quads_recipe.engine"

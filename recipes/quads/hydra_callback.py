@@ -22,7 +22,6 @@ class QuadsCallback(Callback):
         """
         from quads_ops.compat import UnsupportedVersion
         from quads_ops.settings import SettingsError
-
         from quads_recipe.derive import prepare
 
         try:

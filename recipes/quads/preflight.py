@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
+
 from quads_ops import compat
 from quads_ops.settings import QuadsSettings, SettingsError
 
@@ -25,7 +26,7 @@ def check_environment(config: DictConfig) -> None:
             raise SettingsError(
                 f"entry point {group}:{name}",
                 "not registered",
-                "install the package (`pip install --no-deps -e .`); a stale *.egg-info in the working directory hides it",
+                "install the package (`pip install --no-deps -e .`); a stale *.egg-info in the working folder hides it",
             )
     platform = os.environ.get("VERL_PLATFORM", "").lower()
     device = config.trainer.device
@@ -70,9 +71,7 @@ def _check_quantization_only(config: DictConfig, settings: QuadsSettings) -> Non
         _expect(config, MODEL + name, (0, None), "LoRA can't be combined with quantization; set it to 0")
     _expect(config, MODEL + "lora_adapter_path", (None,), "LoRA can't be combined with quantization; remove it")
     kv = ROLLOUT + "engine_kwargs.vllm.kv_cache_dtype"
-    _expect(
-        config, kv, (None, "auto", "bfloat16", "float16"), "a quantized KV cache adds a mismatch of its own; use auto"
-    )
+    _expect(config, kv, (None, "auto", "bfloat16", "float16"), "a quantized KV cache adds its own mismatch; use auto")
     rollout = _dtype(config, ROLLOUT + "dtype", "bfloat16")
     actor = _dtype(config, ACTOR + "fsdp_config.mixed_precision.param_dtype", "bf16")
     if rollout != actor:

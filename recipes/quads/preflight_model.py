@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
+
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets, is_expert
-from torch import nn
 
 # Linears that vLLM splits along K under tensor parallelism.
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "out_proj")

@@ -37,8 +37,8 @@ class _BoundedSocket:
                 raise WeightSyncError("the rollout finished its update before it had taken all weights")
             if time.monotonic() > deadline:
                 raise WeightSyncError(
-                    f"the rollout did not take a weight bucket within {self._timeout_s:g} s: its worker is dead or stuck; "
-                    "see its log. If it is only slow, raise quads.sync_timeout_s"
+                    f"the rollout did not take a weight bucket within {self._timeout_s:g} s: "
+                    "its worker is dead or stuck, see its log. If it is only slow, raise quads.sync_timeout_s"
                 )
         return self._socket.recv()
 

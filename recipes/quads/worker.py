@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from quads_ops import receipt
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from quads_ops import receipt
 from quads_recipe.weight_sync import QuadsServerAdapter
 
 
