@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from quads_ops.formats import BLOCK_SIZE
-from quads_ops.model_names import FUSED_EXPERT_CLASSES, FUSED_LINEARS, expert_matrix
 from quads_ops.settings import SettingsError
+from quads_ops.targets import Targets
+from quads_ops.vllm_method.names import EXPERT_PROJECTIONS, FUSED, expert_matrices
+
+# Fused-expert classes of transformers 5 with gate_up_proj [E, 2I, H] (gate first) and down_proj [E, H, I], no biases.
+# A class is listed once its rollout was tested too.
+FUSED_EXPERT_CLASSES = ("Qwen2MoeExperts", "Qwen3MoeExperts", "MixtralExperts")
 
 _EXPERT_PARAMETERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -36,8 +41,8 @@ class PlannedParameter:
         """Names of the matrices: one row per projection, in it one name per expert (a linear: a single name)."""
         if not self.projections:
             return ((self.module,),)
-        experts = range(self.shape[0])
-        return tuple(tuple(expert_matrix(self.module, e, p) for e in experts) for p in self.projections)
+        experts = [expert_matrices(self.module, e) for e in range(self.shape[0])]
+        return tuple(tuple(names[EXPERT_PROJECTIONS.index(p)] for names in experts) for p in self.projections)
 
 
 def quantizable_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -52,8 +57,8 @@ def quantizable_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def plan_parameters(model: nn.Module, targets) -> dict[str, PlannedParameter]:
-    """The parameters of all modules that `targets` (a `quads_ops.targets.Targets`) wants, by name.
+def plan_parameters(model: nn.Module, targets: Targets) -> dict[str, PlannedParameter]:
+    """The parameters of all modules that `targets` wants, by name.
 
     Raises:
         SettingsError: a pattern matches nothing; fused experts of an unknown class; a linear of an unknown subclass;
@@ -96,7 +101,7 @@ def _linear(name: str, modules: dict[str, nn.Module], wanted: set[str]) -> list[
 def _fused_with(name: str, modules: dict[str, nn.Module]) -> tuple[str, ...]:
     parent, _, last = name.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    for family in FUSED_LINEARS:
+    for family in FUSED.values():
         if last in family:
             return tuple(prefix + m for m in family if isinstance(modules.get(prefix + m), nn.Linear))
     return (name,)
