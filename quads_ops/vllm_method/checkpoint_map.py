@@ -1,0 +1,100 @@
+"""Which checkpoint weights a vLLM model needs, by canonical name, with the shape of the whole tensor.
+
+Asked while the model is in its load format (`initialize_layerwise_reload` put it there).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+
+from quads_ops.vllm_method import names
+from quads_ops.vllm_method.compat_vllm import RoutedExperts, VocabParallelEmbedding
+
+_NOT_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One tensor of the checkpoint. `shape` is None where only vLLM's loader knows."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    required: bool = True
+
+
+def ignorable(name: str) -> bool:
+    """Tensors that old checkpoints hold and no model loads."""
+    return _NOT_WEIGHTS.search(name) is not None
+
+
+def wanted_weights(model: torch.nn.Module, table: names.NameTable) -> dict[str, Wanted]:
+    """All of them: canonical name with `.weight` or `.bias` -> what is expected."""
+    tied = _tied_head(model)
+    wanted: dict[str, Wanted] = {}
+    for path, module in model.named_modules():
+        for parameter, tensor in module.named_parameters(recurse=False):
+            for name, shape in _of_parameter(path, module, parameter, tensor, table):
+                wanted[table.canonical(name)] = Wanted(shape, tensor.dtype, required=module is not tied)
+    return wanted
+
+
+def tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The model's lm_head if it shares its weight with the embedding, else None."""
+    return _tied_head(model)
+
+
+def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    head = getattr(model, "lm_head", None)
+    config = getattr(model, "config", None)
+    return head if head is not None and getattr(config, "tie_word_embeddings", False) else None
+
+
+def _of_parameter(
+    path: str, module: torch.nn.Module, parameter: str, tensor: torch.Tensor, table: names.NameTable
+) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    if isinstance(module, RoutedExperts):
+        yield from _of_experts(module, parameter, table)
+    elif isinstance(module, LinearBase):
+        yield from _of_linear(module, parameter, tensor, table)
+    elif isinstance(module, VocabParallelEmbedding):
+        shape = (module.org_vocab_size, *tensor.shape[1:])
+        yield f"{path}.{parameter}", shape
+    else:
+        yield f"{path}.{parameter}", tuple(tensor.shape)
+
+
+def _of_experts(
+    module: torch.nn.Module, parameter: str, table: names.NameTable
+) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    name = table.canonical(module.layer_name)
+    moe = module.moe_config
+    sizes = (moe.intermediate_size, moe.hidden_dim)
+    stem, _, kind = parameter.partition("_")
+    if stem not in ("w13", "w2"):
+        yield f"{name}.{parameter}", None
+        return
+    for expert in range(moe.num_experts):
+        gate, up, down = names.expert_matrices(name, expert)
+        for matrix, shape in ((gate, sizes), (up, sizes)) if stem == "w13" else ((down, sizes[::-1]),):
+            yield f"{matrix}.{kind}", shape if kind == "weight" else None
+
+
+def _of_linear(
+    module: LinearBase, parameter: str, tensor: torch.Tensor, table: names.NameTable
+) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    prefix = table.canonical(module.prefix)
+    sizes = getattr(module, "output_partition_sizes", [tensor.shape[0]])
+    members = names.members(prefix, len(sizes)) if names.is_known(prefix, len(sizes)) else (prefix,)
+    if len(members) != len(sizes):
+        yield f"{prefix}.{parameter}", None
+        return
+    copies = getattr(module, "num_kv_head_replicas", 1)
+    split_n = sum(sizes) < module.output_size
+    for index, (member, size) in enumerate(zip(members, sizes, strict=True)):
+        rows = size * module.tp_size // (copies if index else 1) if split_n else size
+        yield f"{member}.{parameter}", (rows, module.input_size) if tensor.dim() == 2 else (rows,)

@@ -1,0 +1,222 @@
+"""Residual activation compensation in a layer of the rollout: its masks, and the statistics they are chosen from.
+
+A mask is frozen between two weight syncs. While tokens are generated, the residual's energy is summed in place; at a
+sync, `roll` folds the sums into a moving average and chooses new masks. Before there are any statistics, the mask
+comes from the weights (`prior`): the blocks whose weights have the largest squared norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quads_ops import nvfp4
+from quads_ops.formats import BLOCK_SIZE
+from quads_ops.residual import Residual, ResidualMask, TokenMask, compensate, select_mask, token_scale
+from quads_ops.settings import ResidualSettings
+from quads_ops.vllm_method.compat_vllm import serving_real_tokens
+
+
+@dataclass
+class RollReport:
+    """What one `roll` did. Shares are sums over masks; divide by their counts."""
+
+    covered: float = 0.0
+    measured: int = 0
+    """Masks that saw tokens in the period just ended; `covered` is the sum of their shares of residual energy."""
+    moved: int = 0
+    entries: int = 0
+    """Mask entries that changed, of how many."""
+    from_prior: int = 0
+    """Masks now in force that still come from the weights."""
+    masks: int = 0
+
+    def __iadd__(self, other: RollReport) -> RollReport:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
+    def summary(self, ratio: float) -> dict[str, float | bool | None]:
+        """For metrics: ratio, energy_covered, mask_moved (None where not measured) and from_prior."""
+        return {
+            "ratio": ratio,
+            "energy_covered": self.covered / self.measured if self.measured else None,
+            "mask_moved": self.moved / self.entries if self.entries else None,
+            "from_prior": self.from_prior > 0,
+        }
+
+
+class Compensation:
+    """Quantizes the input of one weight, and its residual.
+
+    Args:
+        settings: ratio, granularity, scope, score and ema.
+        name: of the layer, for messages.
+        k: this worker's K.
+        experts: a mask per expert (the down projection's input), or None: one mask for all tokens.
+    """
+
+    def __init__(self, settings: ResidualSettings, name: str, k: int, experts: int | None):
+        self.settings, self.name, self.k, self.experts = settings, name, k, experts
+        self.size = k // BLOCK_SIZE if settings.granularity == "block" else k
+        self._state: dict[str, torch.Tensor] = {}
+        self._masks: list[ResidualMask] = []
+        self.has_average = [False] * (experts or 1)
+
+    # -- state
+
+    def create(self, device: torch.device) -> None:
+        """Allocate the state once; addresses never change afterwards."""
+        if self._state:
+            return
+        rows = self.experts or 1
+        for name, dtype, shape in (
+            ("mask", torch.bool, (rows, self.size)),
+            ("energy", torch.float32, (rows, self.size)),
+            ("tokens", torch.int64, (rows,)),
+            ("average", torch.float32, (rows, self.size)),
+            ("weight_energy", torch.float32, (rows, self.size)),
+        ):
+            self._state[name] = torch.zeros(shape, dtype=dtype, device=device)
+        self._masks = [ResidualMask(**{f"{self.settings.granularity}s": row}) for row in self._state["mask"]]
+
+    def register(self, layer: torch.nn.Module, stem: str) -> None:
+        """Make the state non-persistent buffers of `layer`, so that vLLM keeps it over sleep and wake-up."""
+        for name, tensor in self._state.items():
+            layer.register_buffer(f"{stem}_rac_{name}", tensor, persistent=False)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        state = self.__dict__.get("_state", {})
+        if name in state:
+            return state[name]
+        raise AttributeError(name)
+
+    @property
+    def frozen(self) -> bool:
+        """True if a mask is in use: 0 < ratio < 1, chosen per step."""
+        return 0 < self.settings.ratio < 1 and self.settings.scope == "step"
+
+    def set_ratio(self, ratio: float) -> None:
+        """Change the ratio; masks are chosen anew from what is known. Raises SettingsError outside [0, 1]."""
+        self.settings = replace(self.settings, ratio=ratio)
+        self.choose()
+
+    def set_weight_energy(self, squares: torch.Tensor) -> None:
+        """squares: FP32 [K] or [E, K], the squared norm of each column of the dequantized weight (this worker's rows).
+
+        A stack of experts behind one mask is summed.
+        """
+        squares = squares if squares.dim() == 2 else squares.unsqueeze(0)
+        if self.experts is None:
+            squares = squares.sum(0, keepdim=True)
+        if self.settings.granularity == "block":
+            squares = squares.unflatten(-1, (-1, BLOCK_SIZE)).sum(-1)
+        self.weight_energy.copy_(squares)
+
+    # -- while generating
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, K] -> FP32 [M, K], all tokens behind one mask."""
+        stats = None
+        if self.frozen and serving_real_tokens():
+            stats = self.energy[0]
+            self.tokens += x.shape[0]
+        return compensate(x, "w4a4", self._residual(), stats=stats)
+
+    def grouped(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """[M, K] sorted by expert, counts[e] rows each -> FP32 [M, K]. Equal to `compensate` for each expert."""
+        if not self.frozen:
+            return compensate(x, "w4a4", self._residual())
+        x = x.float()
+        g = token_scale(x)
+        quantized = nvfp4.qdq(x, g)
+        rest = (x - quantized).unflatten(-1, (self.size, -1))
+        lengths = torch.tensor(counts, device=x.device)
+        if serving_real_tokens():
+            energy = rest.square().nan_to_num(nan=0.0, posinf=torch.inf).sum(-1)
+            expert = torch.repeat_interleave(lengths)
+            self.energy.index_add_(0, expert, energy)
+            self.tokens += lengths
+        keep = torch.repeat_interleave(self.mask, lengths, 0)
+        kept = torch.where(keep.unsqueeze(-1), rest, 0.0).flatten(-2)
+        return quantized + nvfp4.qdq(kept, g)
+
+    def _residual(self) -> Residual:
+        ratio = self.settings.ratio
+        if ratio in (0, 1):
+            return "all" if ratio else None
+        if self.settings.scope == "token":
+            return TokenMask(ratio, self.settings.granularity)
+        return self._masks[0]
+
+    # -- at a sync
+
+    def roll(self) -> RollReport:
+        """End a period: fold its sums into the moving average, choose new masks, begin anew.
+
+        Raises:
+            ValueError: the statistics are not finite.
+        """
+        if not self.frozen:
+            return RollReport()
+        report = RollReport(entries=self.mask.numel(), masks=len(self.has_average))
+        before = self.mask.clone()
+        for row, tokens in enumerate(self.tokens.tolist()):
+            if tokens:
+                report.covered += self._covered(row)
+                report.measured += 1
+                self._average_in(row, tokens)
+        self.energy.zero_()
+        self.tokens.zero_()
+        self.choose()
+        report.moved = int((before ^ self.mask).sum())
+        report.from_prior = self.has_average.count(False)
+        return report
+
+    def choose(self) -> None:
+        """Choose the masks from the moving average, or from the weights where there is none yet."""
+        if not self.frozen:
+            return
+        for row, known in enumerate(self.has_average):
+            score = self.average[row] if known else self.weight_energy[row]
+            if known and self.settings.score == "weighted":
+                score = score * self.weight_energy[row]
+            try:
+                chosen = select_mask(score, self.settings.ratio, self.settings.granularity)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
+            self.mask[row].copy_(chosen.flags)
+
+    def forget(self) -> None:
+        """Drop all statistics; the masks stay until the next choice, which then comes from the weights."""
+        self.energy.zero_()
+        self.tokens.zero_()
+        self.average.zero_()
+        self.has_average = [False] * len(self.has_average)
+
+    def describe(self) -> dict[str, object]:
+        """A summary for people: plain numbers and text."""
+        residual = self._residual()
+        kind = {ResidualMask: "frozen mask", TokenMask: "mask per token"}.get(type(residual), residual or "none")
+        summary: dict[str, object] = {"ratio": self.settings.ratio, "residual": kind, "k": self.k}
+        if self.frozen:
+            summary["granularity"] = self.settings.granularity
+            summary["score"] = self.settings.score
+            summary["chosen"] = self.mask.sum(-1).tolist()
+            summary["entries"] = self.size
+            summary["from_prior"] = [not known for known in self.has_average]
+            summary["tokens"] = self.tokens.tolist()
+        return summary
+
+    def _covered(self, row: int) -> float:
+        total = self.energy[row].sum()
+        return float(self.energy[row][self.mask[row]].sum() / total) if total > 0 else 1.0
+
+    def _average_in(self, row: int, tokens: int) -> None:
+        period = self.energy[row] / tokens
+        if self.has_average[row]:
+            period = torch.lerp(period, self.average[row], self.settings.ema)
+        self.average[row].copy_(period)
+        self.has_average[row] = True

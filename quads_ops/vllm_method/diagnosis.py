@@ -1,0 +1,54 @@
+"""RPC methods of the rollout's workers for looking into a running engine and for experiments.
+
+Use with plain vLLM: `LLM(..., worker_extension_cls="quads_ops.vllm_method.diagnosis.QuadsDiagnosis")`, then
+`llm.collective_rpc("quads_state")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quads_ops.settings import SettingsError
+from quads_ops.vllm_method.compensation import Compensation
+from quads_ops.vllm_method.projection import projections
+from quads_ops.vllm_method.reload import rac_summary, settle
+
+
+class QuadsDiagnosis:
+    """Mixin for a vLLM worker. Every method runs on all workers of an engine and returns one result for each."""
+
+    def quads_state(self) -> dict[str, dict[str, object]]:
+        """Layer and weight -> mode, shape, and what its mask is."""
+        state = {}
+        for projection in projections(self.model_runner.get_model()):
+            entry: dict[str, object] = {"mode": projection.mode, "loads": projection.loads}
+            if projection.compensation is not None:
+                entry |= projection.compensation.describe()
+            state[f"{projection.layer_name} ({projection.stem})"] = entry
+        return state
+
+    def quads_refresh_masks(self) -> dict[str, float | bool | None]:
+        """Choose masks from the statistics gathered so far, as a weight sync does."""
+        return rac_summary(self.model_runner.get_model(), settle(self.model_runner.get_model(), reloaded=False))
+
+    def quads_reset_statistics(self) -> None:
+        """Forget all statistics. Masks stay as they are until they are next chosen."""
+        for compensation in self._quads_compensations():
+            compensation.forget()
+
+    def quads_set_residual(self, ratio: float) -> None:
+        """Change the residual ratio of every layer; masks are chosen anew from what is known.
+
+        Raises:
+            SettingsError: a ratio outside [0, 1], or a mode that has no residual.
+        """
+        compensations = list(self._quads_compensations())
+        if not compensations:
+            raise SettingsError("ratio", ratio, "this rollout does not quantize activations to NVFP4 (mode w4a4)")
+        for compensation in compensations:
+            compensation.set_ratio(ratio)
+
+    def _quads_compensations(self) -> Iterator[Compensation]:
+        for projection in projections(self.model_runner.get_model()):
+            if projection.compensation is not None:
+                yield projection.compensation

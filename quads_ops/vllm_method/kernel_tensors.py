@@ -1,0 +1,39 @@
+"""Tensors that a layer computes with, which keep their addresses over every reload (CUDA graphs hold on to them)."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KernelTensors:
+    """Named tensors, created by the first `store` and written in place by the later ones.
+
+    The layer gets them as parameters; vLLM takes them off the layer while it reloads and puts them back, so the
+    objects are kept here.
+    """
+
+    def __init__(self):
+        self._tensors: dict[str, torch.nn.Parameter] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name].data
+
+    def store(self, name: str, value: torch.Tensor) -> None:
+        """Raises ValueError if shape or dtype differ from before."""
+        live = self._tensors.get(name)
+        if live is None:
+            self._tensors[name] = torch.nn.Parameter(value.contiguous(), requires_grad=False)
+        elif live.shape != value.shape or live.dtype != value.dtype:
+            raise ValueError(
+                f"reload of {name}: {value.dtype} {tuple(value.shape)} against {live.dtype} {tuple(live.shape)}"
+            )
+        else:
+            live.data.copy_(value)
+
+    def register(self, layer: torch.nn.Module, stem: str) -> None:
+        """Make them parameters of `layer`, named `<stem>_<name>`."""
+        for name, tensor in self._tensors.items():
+            layer.register_parameter(f"{stem}_{name}", tensor)

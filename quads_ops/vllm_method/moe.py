@@ -1,0 +1,164 @@
+"""vLLM's fused experts with quantized weights, emulated in torch: one FP32 GEMM per expert that has tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+
+from quads_ops.settings import RolloutSettings
+from quads_ops.vllm_method.compat_vllm import initialize_online_processing
+from quads_ops.vllm_method.linear import _DONE
+from quads_ops.vllm_method.projection import Projection
+from quads_ops.vllm_method.routing import check_routing, route
+from quads_ops.vllm_method.shards import check_k, expert_shards
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
+class QuadsMoEMethod(FusedMoEMethodBase):
+    """vLLM's interface to the two `Projection`s of fused experts: gate and up joined (w13), and down (w2).
+
+    Args:
+        rollout: mode and residual settings.
+        moe: vLLM's description of the layer.
+        module: canonical name, `...mlp.experts`.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, rollout: RolloutSettings, moe: FusedMoEConfig, module: str):
+        super().__init__(moe)
+        self.rollout, self.module = rollout, module
+
+    @property
+    def is_monolithic(self) -> bool:
+        # vLLM's router needs operators that the CPU build does not have; there it hands over the logits.
+        return current_platform.is_cpu()
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        return None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        """Raises ValueError on a K that is no multiple of 16, or on a kind of layer that is not supported."""
+        self._check(layer, hidden_size, intermediate_size_per_partition)
+        gate_up, down = expert_shards(
+            self.module,
+            _local_experts(layer, num_experts),
+            hidden_size,
+            intermediate_size_per_partition,
+            self.moe.tp_rank,
+            self.moe.tp_size,
+        )
+        for name, shape in (
+            ("w13_weight", (num_experts, 2 * intermediate_size_per_partition, hidden_size)),
+            ("w2_weight", (num_experts, hidden_size, intermediate_size_per_partition)),
+        ):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
+            layer.register_parameter(name, weight)
+            set_weight_attrs(weight, extra_weight_attrs)
+        layer.quads_projections = (
+            Projection(self.module, "w13", "w13_weight", gate_up, self.rollout, hidden_size),
+            Projection(
+                self.module, "w2", "w2_weight", down, self.rollout, intermediate_size_per_partition, masks=num_experts
+            ),
+        )
+        self._act = _ACTIVATIONS[_activation_name(layer)]
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if getattr(layer, _DONE, False):
+            return
+        for projection in layer.quads_projections:
+            projection.load(layer)
+        setattr(layer, _DONE, True)
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts=None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._experts(layer, x, topk_weights.float(), topk_ids.long())
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._experts(layer, x, *route(layer, router_logits))
+
+    def _experts(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """x: [T, H]. weights: FP32 [T, k]. ids: global experts [T, k]. Returns [T, H] in the dtype of x."""
+        w13, w2 = layer.quads_projections
+        order, counts = _by_expert(layer, ids)
+        token = order // ids.shape[1]
+        hidden = _each_expert(w13.activation.one(x)[token], w13.dense(), counts).to(x.dtype)
+        gate, up = hidden.float().chunk(2, -1)
+        hidden = (self._act(gate) * up).to(x.dtype)
+        out = _each_expert(w2.activation.grouped(hidden, counts), w2.dense(), counts)
+        out *= weights.flatten()[order].unsqueeze(-1)
+        # Adds each token's experts in the order of their ids, whatever else is in the batch.
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, token, out).to(x.dtype)
+
+    def _check(self, layer: torch.nn.Module, hidden_size: int, intermediate: int) -> None:
+        check_k(f"{self.module} (gate and up)", hidden_size, 1)
+        check_k(f"{self.module} (down)", intermediate, self.moe.tp_size)
+        if current_platform.is_cpu():
+            check_routing(layer, self.module)
+        if not self.moe.is_act_and_mul or _activation_name(layer) not in _ACTIVATIONS or self.moe.has_bias:
+            raise ValueError(
+                f"quads_nvfp4: {self.module} has activation {_activation_name(layer)!r}"
+                f"{', biases' if self.moe.has_bias else ''}; only gated {' or '.join(_ACTIVATIONS)} without biases is "
+                f"supported. Leave it out with quads.exclude"
+            )
+
+
+def _activation_name(layer: torch.nn.Module) -> str:
+    return str(getattr(layer.activation, "value", layer.activation)).lower()
+
+
+def _local_experts(layer: torch.nn.Module, num_experts: int) -> list[int]:
+    """Global index of each expert of this worker, in its local order."""
+    if layer.expert_map is None:
+        return list(range(num_experts))
+    pairs = [(local, expert) for expert, local in enumerate(layer.expert_map.tolist()) if local >= 0]
+    return [expert for _, expert in sorted(pairs)]
+
+
+def _by_expert(layer: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Positions in the flattened ids, sorted by local expert, and how many belong to each. Other workers' are left out."""
+    flat = ids.flatten() if layer.expert_map is None else layer.expert_map[ids.flatten()].long()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat + 1, minlength=layer.local_num_experts + 1).tolist()
+    return order[counts[0] :], counts[1:]
+
+
+def _each_expert(x: torch.Tensor, w: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """x: FP32 [R, K] sorted by expert. w: FP32 [E, N, K]. Returns FP32 [R, N]."""
+    out = torch.empty(x.shape[0], w.shape[1], dtype=torch.float32, device=x.device)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = slice(start, start + count)
+            torch.mm(x[rows], w[expert].t(), out=out[rows])
+            start += count
+    return out

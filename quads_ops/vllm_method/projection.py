@@ -1,0 +1,112 @@
+"""One weight of a layer as the rollout multiplies it: its kernel tensors, its activation, and the emulated product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from quads_ops.settings import RolloutSettings
+from quads_ops.vllm_method import source_amax
+from quads_ops.vllm_method.activation import make_activation
+from quads_ops.vllm_method.compat_vllm import tp_reduce_
+from quads_ops.vllm_method.compensation import Compensation, RollReport
+from quads_ops.vllm_method.shards import Shard
+from quads_ops.vllm_method.weight_fp8 import Fp8Weight
+from quads_ops.vllm_method.weight_nvfp4 import Nvfp4Weight
+
+
+class Projection:
+    """[N, K] of a linear layer or [E, N, K] of fused experts.
+
+    Args:
+        layer_name: canonical, for messages and reports.
+        stem: prefix of its tensors' names on the vLLM layer.
+        source: name of the vLLM parameter that checkpoint tensors are loaded into.
+        shards: this worker's matrices.
+        rollout: mode and residual settings.
+        k: this worker's K.
+        masks: number of masks (local experts of a down projection), or None for one.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        stem: str,
+        source: str,
+        shards: Sequence[Shard],
+        rollout: RolloutSettings,
+        k: int,
+        masks: int | None = None,
+    ):
+        self.layer_name, self.stem, self.source, self.shards = layer_name, stem, source, tuple(shards)
+        self.mode = rollout.mode
+        self.weight = Fp8Weight(shards) if rollout.mode == "fp8" else Nvfp4Weight(shards)
+        self.activation = make_activation(rollout, f"{layer_name} ({stem})", k, masks)
+        self.loads = 0
+        """How often it was loaded."""
+        self._dense: torch.Tensor | None = None
+        # Workers that split N (or the experts) see the same activations, so they share one mask.
+        self._shared_mask = masks is None and all(shard.full_shape[1] == shard.columns for shard in shards)
+
+    @property
+    def compensation(self) -> Compensation | None:
+        return self.activation if isinstance(self.activation, Compensation) else None
+
+    def load(self, layer: torch.nn.Module) -> None:
+        """Quantize the layer's loaded source weight, and put the kernel tensors in its place.
+
+        Raises:
+            ValueError: NaN or Inf in the weights.
+        """
+        source = getattr(layer, self.source).data
+        self.weight.load(source)
+        delattr(layer, self.source)
+        self.weight.register(layer, self.stem)
+        self._renew_dense(source.device)
+        if self.compensation is not None:
+            self.compensation.create(source.device)
+            self.compensation.register(layer, self.stem)
+            self.compensation.set_weight_energy(self._column_energy())
+        self.loads += 1
+        if not source_amax.streaming():
+            self.settle()
+
+    def settle(self, reloaded: bool = True) -> RollReport:
+        """End a sync: share what the masks need over the workers, and choose the masks. A collective if `reloaded`.
+
+        In an update from the trainer this waits until every worker has loaded everything.
+        """
+        if self.compensation is None:
+            return RollReport()
+        if self._shared_mask and reloaded:
+            tp_reduce_(self.compensation.weight_energy, torch.distributed.ReduceOp.SUM)
+        return self.compensation.roll()
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, K] -> [M, N] in the dtype of x; one FP32 GEMM, bias added in FP32, rounded once."""
+        bias = None if bias is None else bias.float()
+        return F.linear(self.activation.one(x), self.dense(), bias).to(x.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """The dequantized weight, FP32. Cached on the CPU, where memory is cheap and dequantizing is not."""
+        return self.weight.dequantized() if self._dense is None else self._dense
+
+    def _renew_dense(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            return
+        if self._dense is None:
+            self._dense = self.weight.dequantized()
+        else:
+            self._dense.copy_(self.weight.dequantized())
+
+    def _column_energy(self) -> torch.Tensor:
+        """Squared norm of each column: FP32 [K], or [E, K]."""
+        return self.dense().square().sum(-2)
+
+
+def projections(model: torch.nn.Module) -> Iterator[Projection]:
+    """All quantized weights of a vLLM model, in the order of its modules."""
+    for module in model.modules():
+        yield from getattr(module, "quads_projections", ())

@@ -1,0 +1,203 @@
+"""Live reload: the trainer's weights into a running vLLM model, quantized on the way.
+
+One `WeightUpdate` spans all buckets of a sync. vLLM loads layer by layer: tensors are kept until their layer is complete,
+then its method processes them and the result goes into the layer's old storage. Around it this module
+
+- copies every tensor (buckets are re-used, and vLLM keeps references),
+- checks names, shapes and values before vLLM sees them: it takes a tensor sent twice for the one that is still missing,
+- notes the amax of whole matrices (source_amax), and
+- undoes an update that failed. Layers that were complete by then keep their new weights, so a model whose update failed
+  refuses to run until one succeeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from quads_ops import receipt
+from quads_ops.vllm_method import checkpoint_map, compat_vllm, names, source_amax
+from quads_ops.vllm_method.compensation import RollReport
+from quads_ops.vllm_method.cpu_reload import fresh_cpu_moe_kernels, repack_tied_head
+from quads_ops.vllm_method.projection import Projection, projections
+
+_SHOWN = 8
+
+
+class WeightUpdateError(RuntimeError):
+    """The weights that arrived can't be loaded; the message names the tensor and what is wrong."""
+
+
+@dataclass
+class Loaded:
+    """What one worker loaded; sums over the tensor parallel group describe the whole model."""
+
+    receipts: dict[str, receipt.Entry] = field(default_factory=dict)
+    changed: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class WeightUpdate:
+    """One update of all weights. `begin`, `load` for each bucket, then `finish` or `abort`.
+
+    Args:
+        model: vLLM's model, on this worker.
+        vllm_config: of the engine.
+        device: of this worker.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device):
+        self.model, self.vllm_config, self.device = model, vllm_config, device
+        self.table = names.table_for(vllm_config.model_config.hf_config.model_type)
+        self._wanted: dict[str, checkpoint_map.Wanted] = {}
+        self._seen: set[str] = set()
+        self._amaxes: dict[str, torch.Tensor] = {}
+        self._owner: dict[str, Projection] = {}
+        self._loads: dict[Projection, int] = {}
+        self._touched = False
+        self._stack = ExitStack()
+
+    def begin(self) -> None:
+        """Put the model into its load format."""
+        self._stack.enter_context(set_current_vllm_config(self.vllm_config))
+        self._stack.enter_context(torch.no_grad())
+        self._stack.enter_context(source_amax.amaxes_of_stream(self._amaxes))
+        self._stack.enter_context(fresh_cpu_moe_kernels(self.model))
+        self._loads = {p: p.loads for p in projections(self.model)}
+        self._owner = {shard.name: p for p in self._loads for shard in p.shards}
+        compat_vllm.initialize_layerwise_reload(self.model)
+        self._wanted = checkpoint_map.wanted_weights(self.model, self.table)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take one bucket; its tensors may be overwritten afterwards.
+
+        weights: checkpoint names (canonical, or as vLLM's loader has them) and whole tensors.
+
+        Raises:
+            WeightUpdateError: a name that is unknown or came twice, a wrong shape or dtype, NaN or Inf.
+        """
+        taken = [item for name, tensor in weights if (item := self._take(name, tensor)) is not None]
+        self._touched = True
+        self.model.load_weights(taken)
+
+    def finish(self) -> Loaded:
+        """Complete the update on this worker; no collectives.
+
+        Raises:
+            WeightUpdateError: weights that did not come, with their names.
+        """
+        missing = sorted(name for name, want in self._wanted.items() if want.required and name not in self._seen)
+        if missing:
+            raise WeightUpdateError(f"the weight stream ended without {_listing(missing)}")
+        compat_vllm.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+        repack_tied_head(self.model, checkpoint_map.tied_head(self.model))
+        for projection, before in self._loads.items():
+            if projection.loads != before + 1:
+                raise WeightUpdateError(
+                    f"{projection.layer_name} was quantized {projection.loads - before} times in one update; "
+                    "vLLM's reload does not do what this version was tried with"
+                )
+        self._stack.close()
+        _allow_running(self.model)
+        loaded = Loaded()
+        for projection in self._loads:
+            loaded.receipts |= projection.weight.receipts()
+            loaded.changed |= projection.weight.changed
+        return loaded
+
+    def abort(self, reason: str) -> None:
+        """Undo what is incomplete. If any weight was loaded, the model refuses to run until an update succeeds."""
+        compat_vllm.abort_layerwise_reload(self.model)
+        self._stack.close()
+        if self._touched:
+            _refuse_running(self.model, reason)
+
+    def _take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """Checks, and a copy under the name that vLLM's loader takes."""
+        if checkpoint_map.ignorable(name):
+            return None
+        canonical = self.table.canonical(name)
+        want = self._wanted.get(canonical)
+        if want is None:
+            raise WeightUpdateError(f"the trainer sent {name}, which the rollout's model does not have")
+        if canonical in self._seen:
+            raise WeightUpdateError(f"the trainer sent {name} twice in one update")
+        if not tensor.is_floating_point():
+            raise WeightUpdateError(f"the trainer sent {name} as {tensor.dtype}; a floating point tensor is needed")
+        if want.shape is not None and tuple(tensor.shape) != want.shape:
+            raise WeightUpdateError(f"the trainer sent {name} with shape {tuple(tensor.shape)}; needed {want.shape}")
+        own = torch.empty(tensor.shape, dtype=want.dtype, device=self.device).copy_(tensor)
+        low, high = torch.aminmax(own)
+        if not bool((high - low).isfinite()):
+            raise WeightUpdateError(f"the trainer sent NaN or Inf in {name}")
+        self._seen.add(canonical)
+        self._observe(canonical, own)
+        return self.table.loader(canonical), own
+
+    def _observe(self, name: str, tensor: torch.Tensor) -> None:
+        matrix = name.removesuffix(".weight")
+        owner = self._owner.get(matrix)
+        if owner is not None and matrix != name:
+            self._amaxes[matrix] = owner.weight.observe(tensor)
+
+
+def settle(model: torch.nn.Module, reloaded: bool = True) -> RollReport:
+    """End a sync on all workers: choose new masks. A collective; call it when every worker has finished.
+
+    reloaded: whether the weights are new. Returns the sums over all workers.
+
+    Raises:
+        ValueError: statistics that are not finite.
+    """
+    report = RollReport()
+    with torch.no_grad():
+        for projection in projections(model):
+            report += projection.settle(reloaded)
+    total = RollReport()
+    for worker in compat_vllm.tp_gather(report):
+        total += worker
+    return total
+
+
+def rac_summary(model: torch.nn.Module, report: RollReport) -> dict[str, float | bool | None] | None:
+    """For metrics; None for a rollout without activation quantization."""
+    ratios = [p.compensation.settings.ratio for p in projections(model) if p.compensation is not None]
+    return report.summary(sum(ratios) / len(ratios)) if ratios else None
+
+
+def combine_loaded(workers: Sequence[Loaded]) -> Loaded:
+    """The whole model's receipts and changed codes, from those of all workers of the tensor parallel group."""
+    shards: dict[str, list[receipt.Entry]] = {}
+    whole = Loaded()
+    for worker in workers:
+        for name, entry in worker.receipts.items():
+            shards.setdefault(name, []).append(entry)
+        for name, (changed, total) in worker.changed.items():
+            before = whole.changed.get(name, (0, 0))
+            whole.changed[name] = (before[0] + changed, before[1] + total)
+    whole.receipts = {name: receipt.combine(entries, name) for name, entries in shards.items()}
+    return whole
+
+
+def _refuse_running(model: torch.nn.Module, reason: str) -> None:
+    _allow_running(model)
+
+    def refuse(*_):
+        raise RuntimeError(f"the last weight update failed and left old and new weights mixed: {reason}")
+
+    model._quads_refusal = model.register_forward_pre_hook(refuse)
+
+
+def _allow_running(model: torch.nn.Module) -> None:
+    handle = model.__dict__.pop("_quads_refusal", None)
+    if handle is not None:
+        handle.remove()
+
+
+def _listing(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return f"{', '.join(items[:_SHOWN])}{more}"

@@ -1,0 +1,116 @@
+"""One fused weight of the rollout in NVFP4: kernel tensors that keep their addresses, digests, and what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quads_ops import nvfp4, receipt
+from quads_ops.vllm_method import source_amax
+from quads_ops.vllm_method.compat_vllm import tp_reduce_
+from quads_ops.vllm_method.kernel_tensors import KernelTensors
+from quads_ops.vllm_method.shards import Shard
+from quads_ops.weights import PackedWeight, dequantize_weight, quantize_weight, weight_amax
+
+_CHUNK_ELEMENTS = 1 << 24  # bounds the FP32 temporaries while quantizing a stack of experts
+
+
+class Nvfp4Weight(KernelTensors):
+    """[N, K], or [E, N, K] with one global scale per expert. The matrices of one group share a global scale.
+
+    Args:
+        shards: the matrices that lie in it, of this worker.
+    """
+
+    def __init__(self, shards: Sequence[Shard]):
+        super().__init__()
+        self.shards = tuple(shards)
+        self.changed: dict[str, tuple[int, int]] = {}
+        """Matrix -> (codes that the last load changed, codes in all), of this worker's counted shards."""
+
+    @staticmethod
+    def observe(matrix: torch.Tensor) -> torch.Tensor:
+        """What a weight update must remember of a whole matrix [N, K] in compute dtype: its amax."""
+        return weight_amax(matrix)
+
+    @property
+    def packed(self) -> PackedWeight:
+        return PackedWeight(self["packed"], self["block_scales"], self["global_scale_dec"])
+
+    def load(self, w: torch.Tensor) -> None:
+        """Quantize `w` (compute dtype) into the kernel tensors.
+
+        Raises:
+            ValueError: NaN or Inf in the weights, with the names of the matrices.
+        """
+        g = nvfp4.global_scale_dec(self._group_amax(w))
+        if not bool(g.isfinite().all()):
+            bad = sorted({s.name for s in self.shards if not bool(g[... if s.expert is None else s.expert].isfinite())})
+            raise ValueError(f"quads_nvfp4: weights hold NaN or Inf: {', '.join(bad[:8])}")
+        new = _quantize(w, g)
+        self.changed = self._count_changed(new.packed) if "packed" in self else {}
+        for name, tensor in new._asdict().items():
+            self.store(name, tensor)
+
+    def dequantized(self) -> torch.Tensor:
+        """FP32 [.., N, K], exact."""
+        return dequantize_weight(self.packed)
+
+    def receipts(self) -> dict[str, receipt.Entry]:
+        """Digests of this worker's counted shards. Sum over workers gives those of the whole matrices."""
+        entries: dict[str, receipt.Entry] = {}
+        packed, block_scales, g = self.packed
+        for stack in _stacks(self.shards):
+            first = stack[0]
+            digests = receipt.digest(
+                packed[..., first.rows, :],
+                block_scales[..., first.rows, :],
+                row0=first.row0,
+                col0=first.col0,
+                full_shape=first.full_shape,
+            )
+            stacked = receipt.entries([shard.name for shard in stack], digests, g)
+            entries |= {shard.name: stacked[shard.name] for shard in stack if shard.counted}
+        return entries
+
+    def _group_amax(self, w: torch.Tensor) -> torch.Tensor:
+        """FP32 [] or [E]: over all matrices that share the scale, whole."""
+        if not source_amax.streaming():
+            amax = weight_amax(w)
+            return (
+                amax if all(shard.whole for shard in self.shards) else tp_reduce_(amax, torch.distributed.ReduceOp.MAX)
+            )
+        observed = source_amax.from_stream(self.shards)
+        groups: dict[int | None, list[torch.Tensor]] = {}
+        for shard, amax in zip(self.shards, observed, strict=True):
+            groups.setdefault(shard.expert, []).append(amax)
+        amaxes = [torch.stack(groups[expert]).amax() for expert in sorted(groups, key=lambda e: -1 if e is None else e)]
+        return (amaxes[0] if w.dim() == 2 else torch.stack(amaxes)).to(w.device)
+
+    def _count_changed(self, packed: torch.Tensor) -> dict[str, tuple[int, int]]:
+        differs = self["packed"] ^ packed
+        counts: dict[str, tuple[int, int]] = {}
+        for shard in self.shards:
+            if shard.counted:
+                part = differs[shard.rows] if shard.expert is None else differs[shard.expert, shard.rows]
+                changed = int(((part & 0xF) != 0).sum()) + int(((part >> 4) != 0).sum())
+                counts[shard.name] = (changed, 2 * part.numel())
+        return counts
+
+
+def _quantize(w: torch.Tensor, g: torch.Tensor) -> PackedWeight:
+    if w.dim() == 2:
+        return quantize_weight(w, g)
+    step = max(1, _CHUNK_ELEMENTS // w[0].numel())
+    chunks = [quantize_weight(w[e : e + step], g[e : e + step]) for e in range(0, w.shape[0], step)]
+    return PackedWeight(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+
+def _stacks(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Shards that lie in the same place of each expert, so that one call digests them all."""
+    stacks: dict[tuple, list[Shard]] = {}
+    for shard in shards:
+        key = (shard.rows.start, shard.rows.stop, shard.row0, shard.col0, shard.full_shape)
+        stacks.setdefault(key if shard.expert is not None else (shard.name,), []).append(shard)
+    return list(stacks.values())
