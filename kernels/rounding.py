@@ -130,13 +130,13 @@ def scaled_magnitude(x, scale, HW: tl.constexpr):
 
 
 @triton.jit
-def quantize_blocks(x, g, HW: tl.constexpr):
+def quantize_blocks(x, amax, g, HW: tl.constexpr):
     """Quantize a tile with given global scales.
 
-    x: FP32 [R, B, 16]. g: FP32 [R, 1] or [R, B].
+    x: FP32 [R, B, 16]. amax: FP32 [R, B], `amax_last(x)`. g: FP32 [R, 1].
     Returns (magnitude FP32 [R, B, 16], code int32 [R, B, 16] with its sign bit, scale FP32 [R, B], byte int32 [R, B]).
     """
-    s = tl.div_rn(amax_last(x), tl.broadcast_to(6.0 * g, (x.shape[0], x.shape[1])))
+    s = tl.div_rn(amax, tl.broadcast_to(6.0 * g, amax.shape))
     scale, byte = round_e4m3(s)
     y = scaled_magnitude(x, scale * g, HW)
     magnitude, code = round_e2m1(y)

@@ -1,0 +1,195 @@
+"""Activations in NVFP4 with their quantized residual, in one launch.
+
+Per token (row): global scale g, block scales and codes, the residual r = x - Xq, the statistics sum r^2, and a second
+quantization of the part of r that is kept, with the same g. The row is read once and stays in registers. Rows too
+wide for that take two launches and two reads: first g, then parts of the row.
+
+Layout of the codes: with `order` (int32 [K/16]) destination block j holds source block order[j], and the residual is
+kept for the first `kept` destination blocks, so a GEMM over equally reordered weights sees the mask as a prefix of K.
+The kept and the other blocks are two tiles, so that no arithmetic is spent on residuals that are not kept.
+
+Experts (input of the down projection): rows of one expert share an order or a mask, and statistics. A program works for
+one expert and finds its rows between two offsets, so nothing is decided on the host.
+
+Statistics need no atomics: program `slot` adds to its own line of stats [SLOTS, ...]; the sum over lines is the score.
+Equal in every bit to `quads_ops.residual`, but for the statistics, whose sums are taken in another order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from quads_kernels import launch
+from quads_kernels.activation_rows import quantize_parts_kernel, quantize_rows_kernel, row_scale_kernel
+
+WIDEST_ROW = 8192
+"""Elements that a row may have, rounded up to two powers of two (kept and not kept), to stay in registers."""
+
+PART_BLOCKS = 128
+"""Blocks in a part of a wider row."""
+
+
+class Experts(NamedTuple):
+    """Which rows belong to which expert."""
+
+    offsets: torch.Tensor
+    """int32 [E + 1]: expert e has the members offsets[e] .. offsets[e + 1]."""
+    members: torch.Tensor | None = None
+    """int32 [M]: row number of each member; None where the rows themselves are sorted by expert."""
+
+
+class Quantized(NamedTuple):
+    """What `quantize` gives back; None where it was not asked for."""
+
+    global_scale_dec: torch.Tensor
+    """FP32 [M]"""
+    values: torch.Tensor | None
+    """[M, K]: Xq + Rq in source order"""
+    packed: torch.Tensor | None
+    """uint8 [M, K/2], in destination order"""
+    block_scales: torch.Tensor | None
+    """uint8 [M, K/16]"""
+    residual_packed: torch.Tensor | None
+    """uint8 [M, kept * 8]: the residual's codes of the first `kept` destination blocks"""
+    residual_block_scales: torch.Tensor | None
+    """uint8 [M, kept]"""
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    kept: int = 0,
+    order: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    experts: Experts | None = None,
+    stats: torch.Tensor | None = None,
+    swiglu: bool = False,
+    values: torch.dtype | None = None,
+    packed: bool = True,
+) -> Quantized:
+    """Quantize tokens and the kept part of their residual.
+
+    x: [M, K], FP32, FP16 or BF16, any strides; with swiglu [M, 2K] = [gate | up], quantized is silu(gate) * up.
+    kept: number of destination blocks whose residual is kept; 0 is plain W4A4, K/16 is ratio 1.
+    order: int32 [K/16], or [E, K/16] with experts: a permutation of the blocks, trusted.
+    keep: bool [K/16] or [K] (single channels), or [E, ...]: the residual is zeroed elsewhere; needs kept = K/16.
+    stats: FP32 [SLOTS, K/16] or [SLOTS, K], or [SLOTS, E, ...]: sum r^2 before the mask is added, in source order.
+    values: dtype in which Xq + Rq is wanted. packed: whether codes and scales are wanted.
+    Rows that belong to no expert are not written. Raises ValueError on a wrong dtype, device or shape.
+    """
+    m, k = _check_input(x, swiglu, kept)
+    count = 1 if experts is None else _check_experts(experts, x.device)
+    lead = () if experts is None else (count,)
+    mask_channels = _check_mask(order, keep, kept, lead, k, x.device)
+    stats_channels = _check_stats(stats, lead, k, x.device)
+    out = _outputs(m, k, kept, values, packed, x.device)
+    shared = dict(SWIGLU=swiglu, HW=launch.HW)
+    flags = dict(MASK_CHANNELS=mask_channels, STATS_CHANNELS=stats_channels, **shared)
+    inputs = (
+        x,
+        None if order is None else order.contiguous(),
+        None if keep is None else keep.contiguous().view(torch.uint8),
+        None if experts is None else experts.offsets,
+        None if experts is None else experts.members,
+    )
+    args = (*inputs, *out, stats, m, k, kept, *x.stride())
+    tile = row_tile(k, kept)
+    slots = grid_slots(m, tile["R"], count, stats)
+    if "KEPT_TILE" in tile:
+        launch.start(quantize_rows_kernel, (slots, count), x.device, *args, **flags, **tile)
+        return out
+    scale_args = (x, out.global_scale_dec, m, k, *x.stride())
+    launch.start(row_scale_kernel, (triton.cdiv(m, tile["R"]),), x.device, *scale_args, **shared, **tile)
+    parts = triton.cdiv(kept, tile["B"]) + triton.cdiv(k // 16 - kept, tile["B"])
+    grid = (slots, count, parts)
+    launch.start(quantize_parts_kernel, grid, x.device, *args, **flags, ANY_KEPT=kept > 0, **tile)
+    return out
+
+
+def row_tile(k: int, kept: int) -> dict[str, int]:
+    """Tile and warps: with KEPT_TILE and REST_TILE for rows that stay in registers, else with B, the blocks of a part.
+
+    About 16 elements a thread; a GPU's program takes one row, or several short ones. The interpreter takes many.
+    """
+    kept_tile, rest_tile = _power_of_two(kept), _power_of_two(k // 16 - kept)
+    elements = 16 * (kept_tile + rest_tile)
+    if elements > WIDEST_ROW:
+        rows = 16 if launch.INTERPRETED else 1
+        return dict(R=rows, B=PART_BLOCKS, num_warps=4)
+    if launch.INTERPRETED:
+        return dict(R=2**17 // _power_of_two(elements), KEPT_TILE=kept_tile, REST_TILE=rest_tile, num_warps=4)
+    rows = max(1, 1024 // _power_of_two(elements))
+    warps = min(16, max(1, _power_of_two(rows * elements) // 512))
+    return dict(R=rows, KEPT_TILE=kept_tile, REST_TILE=rest_tile, num_warps=warps)
+
+
+def grid_slots(m: int, rows: int, experts: int, stats: torch.Tensor | None) -> int:
+    """Programs per expert. With statistics each needs a line of its own; then a program takes several row tiles."""
+    tiles = triton.cdiv(m, rows)
+    if stats is not None:
+        return min(tiles, stats.shape[0])
+    if experts == 1:
+        return tiles
+    # Nobody here knows how many rows each expert has: enough programs for twice the average.
+    return min(tiles, _power_of_two(triton.cdiv(2 * tiles, experts)))
+
+
+def _power_of_two(n: int) -> int:
+    return triton.next_power_of_2(n) if n else 0
+
+
+def _outputs(m: int, k: int, kept: int, values: torch.dtype | None, packed: bool, device: torch.device) -> Quantized:
+    launch.require(values is not None or packed, "nothing to compute: ask for values, for packed codes, or for both")
+    launch.require(values is None or values in launch.FLOATS, f"values must be one of {launch.FLOATS}, got {values}")
+    byte = torch.uint8
+    return Quantized(
+        launch.empty((m,), torch.float32, device),
+        None if values is None else launch.empty((m, k), values, device),
+        launch.empty((m, k // 2), byte, device) if packed else None,
+        launch.empty((m, k // 16), byte, device) if packed else None,
+        launch.empty((m, kept * 8), byte, device) if packed and kept else None,
+        launch.empty((m, kept), byte, device) if packed and kept else None,
+    )
+
+
+def _check_input(x: torch.Tensor, swiglu: bool, kept: int) -> tuple[int, int]:
+    launch.require(x.dim() == 2, f"activations must have shape [M, K], got {tuple(x.shape)}; flatten the leading dims")
+    launch.require_tensor("activations", x, launch.FLOATS, x.device)
+    m, width = x.shape
+    launch.require(not swiglu or width % 2 == 0, f"swiglu needs [M, 2K], gate beside up; got {tuple(x.shape)}")
+    k = width // 2 if swiglu else width
+    launch.require_k(k)
+    launch.require(0 <= kept <= k // 16, f"kept must lie between 0 and K/16 = {k // 16} blocks, got {kept}")
+    return m, k
+
+
+def _check_experts(experts: Experts, device: torch.device) -> int:
+    launch.require_tensor("experts.offsets", experts.offsets, torch.int32, device, (None,))
+    launch.require(experts.offsets.numel() >= 2, "experts.offsets needs one entry more than there are experts")
+    if experts.members is not None:
+        launch.require_tensor("experts.members", experts.members, torch.int32, device, (None,))
+    return experts.offsets.numel() - 1
+
+
+def _check_mask(order, keep, kept: int, lead: tuple[int, ...], k: int, device: torch.device) -> bool:
+    """Raises on a wrong order or mask; returns whether the mask is of single channels."""
+    if order is not None:
+        launch.require_tensor("order", order, torch.int32, device, (*lead, k // 16))
+    if keep is None:
+        return False
+    launch.require(kept == k // 16, f"keep zeroes within the residual of all blocks: set kept={k // 16}, not {kept}")
+    launch.require(keep.shape[-1] in (k // 16, k), f"keep needs {k // 16} or {k} entries, got {tuple(keep.shape)}")
+    launch.require_tensor("keep", keep, torch.bool, device, (*lead, keep.shape[-1]))
+    return keep.shape[-1] == k
+
+
+def _check_stats(stats, lead: tuple[int, ...], k: int, device: torch.device) -> bool:
+    """Raises on wrong statistics; returns whether they are of single channels."""
+    if stats is None:
+        return False
+    sizes = (k // 16, k)
+    launch.require(stats.shape[-1] in sizes, f"stats needs {sizes[0]} or {sizes[1]} entries, got {tuple(stats.shape)}")
+    launch.require_tensor("stats", stats, torch.float32, device, (None, *lead, stats.shape[-1]))
+    launch.require(stats.is_contiguous() and len(stats) > 0, "stats must be contiguous and have at least one line")
+    return stats.shape[-1] == k

@@ -1,0 +1,139 @@
+"""Device functions for activations: load a tile of blocks, quantize it and its residual, store, gather statistics.
+
+A tile is R rows by B blocks of 16, FP32 [R, B, 16]. The kernels that use it are in `activation_rows`.
+"""
+
+import triton
+import triton.language as tl
+
+from quads_kernels.rounding import (
+    amax_last,
+    cast,
+    dequantize_blocks,
+    pack_nibbles,
+    quantize_blocks,
+    to_fp32,
+)
+
+
+@triton.jit
+def swiglu(gate, up, dtype: tl.constexpr, HW: tl.constexpr):
+    """silu(gate) * up, rounded to dtype after silu and after the product, as a model in that dtype does. FP32 tiles."""
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    silu = to_fp32(cast(silu, dtype, HW), HW)
+    return to_fp32(cast(silu * up, dtype, HW), HW)
+
+
+@triton.jit
+def load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, source, block_ok, K, SWIGLU: tl.constexpr, HW: tl.constexpr):
+    """FP32 [R, B, 16]: the blocks numbered `source` of `rows`; zeros where not ok. With SWIGLU x is [gate | up]."""
+    k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
+    at = x_ptr + rows.to(tl.int64)[:, None, None] * stride_m + k.to(tl.int64)[None, :, :] * stride_k
+    ok = row_ok[:, None, None] & block_ok[None, :, None]
+    x = to_fp32(tl.load(at, mask=ok, other=0.0), HW)
+    if SWIGLU:
+        up = to_fp32(tl.load(at + K.to(tl.int64) * stride_k, mask=ok, other=0.0), HW)
+        x = swiglu(x, up, x_ptr.dtype.element_ty, HW)
+    return x
+
+
+@triton.jit
+def store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, width, R: tl.constexpr, B: tl.constexpr):
+    """Codes and scale bytes of destination blocks first .. last of lines of `width` blocks."""
+    block = first + tl.arange(0, B)
+    pair = first * 8 + tl.arange(0, B * 8)
+    line = rows.to(tl.int64)[:, None] * width
+    pair_ok = row_ok[:, None] & (pair < last * 8)[None, :]
+    tl.store(packed_ptr + line * 8 + pair[None, :], pack_nibbles(code, R, B * 16), mask=pair_ok)
+    tl.store(scales_ptr + line + block[None, :], byte.to(tl.uint8), mask=row_ok[:, None] & (block < last)[None, :])
+
+
+@triton.jit
+def mask_residual(rest, keep_ptr, source, block_ok, CHANNELS: tl.constexpr):
+    """Zeros where the mask (uint8 [K/16], or [K] with CHANNELS, in source order) is 0."""
+    if CHANNELS:
+        k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
+        keep = tl.load(keep_ptr + k, mask=block_ok[:, None], other=0)
+    else:
+        keep = tl.load(keep_ptr + source, mask=block_ok, other=0)[:, None]
+    return tl.where(tl.broadcast_to((keep != 0)[None, :, :], rest.shape), rest, 0.0)
+
+
+@triton.jit
+def energy(rest, g, CHANNELS: tl.constexpr):
+    """Sum of r^2 over the rows of a tile: [B], or [B, 16] with CHANNELS. A row that holds NaN or Inf does not count."""
+    square = tl.where((g == g)[:, :, None], rest * rest, 0.0)
+    total = tl.sum(square, axis=0)
+    if not CHANNELS:
+        total = tl.sum(total, axis=1)
+    return total
+
+
+@triton.jit
+def add_statistics(stats_ptr, total, source, block_ok, CHANNELS: tl.constexpr):
+    """Add to the program's own line of the statistics, in source order."""
+    if CHANNELS:
+        at = stats_ptr + source[:, None] * 16 + tl.arange(0, 16)[None, :]
+        ok = tl.broadcast_to(block_ok[:, None], total.shape)
+    else:
+        at = stats_ptr + source
+        ok = block_ok
+    tl.store(at, tl.load(at, mask=ok, other=0.0) + total, mask=ok)
+
+
+@triton.jit
+def quantize_tile(
+    x,
+    amax,
+    g,
+    total,
+    rows,
+    row_ok,
+    source,
+    first,
+    last,
+    K,
+    kept,
+    keep_ptr,
+    values_ptr,
+    packed_ptr,
+    scales_ptr,
+    residual_packed_ptr,
+    residual_scales_ptr,
+    KEPT: tl.constexpr,
+    STATS: tl.constexpr,
+    MASK_CHANNELS: tl.constexpr,
+    STATS_CHANNELS: tl.constexpr,
+    HW: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Destination blocks first .. last of some rows, x [R, B, 16]: everything but g. Returns total + sum r^2."""
+    block_ok = first + tl.arange(0, B) < last
+    magnitude, code, scale, byte = quantize_blocks(x, amax, g, HW)
+    if packed_ptr is not None:
+        store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, K // 16, R, B)
+    value = dequantize_blocks(magnitude, code, scale, g)
+    rest = x - value
+    if STATS:
+        total += energy(rest, g, STATS_CHANNELS)
+    if KEPT:
+        if keep_ptr is not None:
+            rest = mask_residual(rest, keep_ptr, source, block_ok, MASK_CHANNELS)
+        magnitude, code, scale, byte = quantize_blocks(rest, amax_last(rest), g, HW)
+        if packed_ptr is not None:
+            store_codes(residual_packed_ptr, residual_scales_ptr, code, byte, rows, row_ok, first, last, kept, R, B)
+        value += dequantize_blocks(magnitude, code, scale, g)
+    if values_ptr is not None:
+        k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
+        at = values_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]
+        value = cast(value, values_ptr.dtype.element_ty, HW)
+        tl.store(at, value, mask=row_ok[:, None, None] & block_ok[None, :, None])
+    return total
+
+
+@triton.jit
+def zero_total(CHANNELS: tl.constexpr, B: tl.constexpr):
+    if CHANNELS:
+        return tl.zeros((B, 16), tl.float32)
+    return tl.zeros((B,), tl.float32)
