@@ -1,0 +1,166 @@
+"""Tile sizes per architecture, and which one a product of given size gets.
+
+The tables were chosen by compiling (`benchmarks/compile_report.py`): the wanted instruction, no spill, tensor memory
+within its 512 columns, and enough bytes in flight. None has been timed. `benchmarks/gpu_bench.py --tune` times the
+candidates on the GPU at hand and writes the winners to a cache file, which `choose_*` then prefers.
+
+What binds the choice for `native` (found by compiling; Triton says nothing when it falls back to BF16):
+  sm_100, sm_103  the M side of a tile must be 128 and the N side at least 16, so few tokens go to the N side;
+  sm_120          any tile from 16x64; 128x128 needs 8 warps.
+"""
+
+import functools
+import json
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+TENSOR_MEMORY_COLUMNS = 512
+
+
+class Tile(NamedTuple):
+    """One program's share of a product, and how it is compiled."""
+
+    tokens: int
+    weights: int
+    """Rows of the weight, which are columns of the output."""
+    k: int
+    warps: int
+    stages: int
+    weights_on_m: bool = False
+    """The M side of the tensor core's tile holds weights (few tokens) instead of tokens."""
+
+
+FEW_TOKENS = (16, 32, 64)
+"""Token tiles of the form with weights on the M side. Above the last one, tokens are on the M side."""
+
+
+def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
+    table: dict[int, tuple[Tile, ...]] = {}
+    for sizes in tiles:
+        table[sizes[0]] = table.get(sizes[0], ()) + (Tile(*sizes, weights_on_m=True),)
+    return table
+
+
+# tokens, weights, k, warps, stages; the first entry of a token count is the default, the rest are candidates.
+DECODE = {
+    "emulated": _few((16, 128, 128, 4, 4), (32, 128, 128, 8, 4), (64, 128, 128, 8, 3)),
+    "native_sm100": _few((16, 128, 256, 4, 4), (32, 128, 256, 4, 4), (64, 128, 256, 8, 3)),
+    "native_sm120": _few((16, 64, 256, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
+}
+PREFILL = {
+    "emulated_sm80": (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3)),
+    "emulated": (Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 256, 64, 8, 3)),
+    "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 256, 4, 3), Tile(128, 128, 128, 4, 4)),
+    "native_sm120": (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 8, 3)),
+}
+INTERPRETER = Tile(64, 64, 64, 4, 1)
+
+
+def table_name(capability: int, native: bool) -> str:
+    """Which table a device of this compute capability (90, 100, ...; 0 in the interpreter) uses."""
+    if native:
+        if capability // 10 in (10, 11):
+            return "native_sm100"
+        if capability // 10 == 12:
+            return "native_sm120"
+        raise ValueError(f"sm_{capability} has no NVFP4 tensor core instruction; use backend emulated")
+    return "emulated_sm80" if 80 <= capability < 90 else "emulated"
+
+
+def check_native(tile: Tile, capability: int) -> None:
+    """Raise ValueError for a tile that Triton would silently multiply in BF16 on this architecture."""
+    if table_name(capability, native=True) != "native_sm100":
+        return
+    m, n = (tile.weights, tile.tokens) if tile.weights_on_m else (tile.tokens, tile.weights)
+    if m != 128 or n < 16:
+        raise ValueError(
+            f"{tile}: on sm_{capability} the M side must be 128 and the N side at least 16, here {m} and {n}; "
+            "any other tile silently falls back to BF16"
+        )
+
+
+def dense_candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, ...]:
+    """Tiles for a product with this many tokens, the default first."""
+    return _candidates(capability, native, tokens)
+
+
+def grouped_candidates(capability: int, native: bool, pairs: int, experts: int) -> tuple[Tile, ...]:
+    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts, the default first.
+
+    The shape decides, not the routing: that is known to the device alone.
+    """
+    return _candidates(capability, native, math.ceil(pairs / max(1, min(pairs, experts))))
+
+
+def choose_dense(capability: int, native: bool, tokens: int, n: int, k: int, gpu: str = "") -> Tile:
+    """The tile for [tokens, k] x [n, k]: the tuned one where there is one for this GPU, else the default."""
+    candidates = dense_candidates(capability, native, tokens)
+    return _tuned(candidates, gpu, f"dense native={native} tokens={bucket(tokens)} n={n} k={k}")
+
+
+def choose_grouped(capability: int, native: bool, pairs: int, experts: int, n: int, k: int, gpu: str = "") -> Tile:
+    """The tile of a grouped product; as `choose_dense`."""
+    candidates = grouped_candidates(capability, native, pairs, experts)
+    return _tuned(candidates, gpu, f"grouped native={native} pairs={bucket(pairs)} experts={experts} n={n} k={k}")
+
+
+def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
+    """How many programs share one output tile: enough to occupy the processors, a power of two.
+
+    Bounded so that each keeps four steps of K, and so that the FP32 partial sums (8 bytes each to write and read)
+    stay below the bytes of the weight they save time on.
+    """
+    programs = math.ceil(n / tile.weights) * math.ceil(tokens / tile.tokens)
+    limit = min(processors // max(programs, 1), k // (4 * tile.k), int(k * 0.5625 / (8 * tokens)))
+    return 1 << (limit.bit_length() - 1) if limit > 1 else 1
+
+
+def bucket(tokens: int) -> int:
+    """Sizes that share a tuned tile: the next power of two."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+def tuned_path() -> Path:
+    """The cache file of tuned tiles: $QUADS_TUNED_TILES, or tuned_tiles.json in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quads" / "tuned_tiles.json"
+    return Path(os.environ.get("QUADS_TUNED_TILES", default))
+
+
+def save_tuned(gpu: str, winners: dict[str, Tile]) -> Path:
+    """Add winners (keys as `choose_*` makes them) for a GPU, and return the file."""
+    path = tuned_path()
+    content = _load(path)
+    content.setdefault(_owner(gpu), {}).update({key: list(tile) for key, tile in winners.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    _load.cache_clear()
+    return path
+
+
+def _candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, ...]:
+    if capability == 0:
+        return (INTERPRETER._replace(weights_on_m=tokens <= FEW_TOKENS[-1]),)
+    name = table_name(capability, native)
+    for size in FEW_TOKENS:
+        if tokens <= size:
+            return DECODE["emulated" if name == "emulated_sm80" else name][size]
+    return PREFILL[name]
+
+
+def _tuned(candidates: tuple[Tile, ...], gpu: str, key: str) -> Tile:
+    wanted = _load(tuned_path()).get(_owner(gpu), {}).get(key)
+    # Only a tile that this version lists: others were never inspected.
+    return next((tile for tile in candidates if list(tile) == wanted), candidates[0])
+
+
+def _owner(gpu: str) -> str:
+    return f"{gpu} triton {triton.__version__}"
+
+
+@functools.cache
+def _load(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}

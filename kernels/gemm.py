@@ -1,0 +1,139 @@
+"""Dense W4A4 product with residual for many tokens: tokens on the M side of the tile.
+
+    y[m, n] = g[m] * gw * (sum_k x[m, k] w[n, k] + sum_{k < k_res} r[m, k] w[n, k]) + bias[n]
+
+x, r, w are E2M1 codes times E4M3 block scales, exact in FP16 and in the tensor core; sums are FP32. See
+`quads_kernels.gemm_loop` for the K loop and `quads_kernels.gemm_decode` for few tokens. `w4a4_gemm` picks the form.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quads_kernels import configs
+from quads_kernels.activation import Quantized
+from quads_kernels.gemm_decode import launch_decode
+from quads_kernels.gemm_epilogue import biased, scaled
+from quads_kernels.gemm_launch import (
+    check_out_dtype,
+    check_rows,
+    check_weight,
+    gpu_name,
+    launch,
+)
+from quads_kernels.gemm_loop import accumulate
+from quads_kernels.launch import FLOATS, capability, empty, require, require_tensor
+from quads_kernels.rounding import cast
+
+GROUP = 8
+"""Tiles of tokens that run side by side through the columns, so that they share weights in the L2 cache."""
+
+
+@triton.jit
+def w4a4_gemm_kernel(
+    x_ptr,
+    xs_ptr,
+    g_ptr,
+    r_ptr,
+    rs_ptr,
+    w_ptr,
+    ws_ptr,
+    gw_ptr,
+    bias_ptr,
+    out_ptr,
+    kept,
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GW_PER_ROW: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HW: tl.constexpr,
+):
+    """One [TM, TN] tile of the output. Grid: (tiles,). Shapes as in `w4a4_gemm`; kept: blocks of the residual."""
+    tiles_n = tl.cdiv(N, TN)
+    program = tl.program_id(0)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tl.cdiv(M, TM) - first, GROUP)
+    m = (first + program % (GROUP * tiles_n) % height) * TM + tl.arange(0, TM)
+    n = program % (GROUP * tiles_n) // height * TN + tl.arange(0, TN)
+    m_ok = m < M
+    n_ok = n < N
+    rows = m.to(tl.int64)
+    acc = tl.zeros((TM, TN), tl.float32)
+    acc = accumulate(
+        acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept,
+        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, r_ptr is not None, NATIVE, False, TM, TN, BK,
+    )  # fmt: skip
+    g = tl.load(g_ptr + m, mask=m_ok, other=0.0)
+    out = scaled(acc, g, gw_ptr, n, n_ok, GW_PER_ROW, NATIVE)
+    out = biased(out, bias_ptr, n, n_ok, HW)
+    out = cast(out, out_ptr.dtype.element_ty, HW)
+    tl.store(out_ptr + rows[:, None] * N + n[None, :], out, mask=m_ok[:, None] & n_ok[None, :])
+
+
+def w4a4_gemm(
+    rows: Quantized,
+    weight,
+    *,
+    out_dtype: torch.dtype,
+    native: bool,
+    bias: torch.Tensor | None = None,
+    tile: configs.Tile | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Multiply quantized activations with a quantized weight, with or without residual: out_dtype [M, N].
+
+    rows: activations [M, K] with packed codes, from `quads_kernels.activation.quantize`.
+    weight: has `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16], both with K in the order of the activations,
+        and `global_scale_dec` FP32: one number ([] or [1]) or one for each row of the weight ([N]).
+    out_dtype: FP32, FP16 or BF16. bias: any of them, [N], added in FP32.
+    native: multiply in the NVFP4 tensor core (Blackwell) instead of emulating.
+    tile, splits: override the choice of `quads_kernels.configs`; splits needs a tile with weights on the M side.
+    Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
+    """
+    m, k, kept, device = check_rows(rows)
+    n = check_weight(weight, (), k, device)
+    _check_epilogue(weight.global_scale_dec, bias, out_dtype, n, device)
+    sm = capability(device)
+    tile = tile or configs.choose_dense(sm, native, m, n, k, gpu_name(device))
+    if native and sm:
+        configs.check_native(tile, sm)
+    out = empty((m, n), out_dtype, device)
+    if tile.weights_on_m:
+        launch_decode(rows, kept, weight, bias, out, native, tile, splits)
+    else:
+        require(splits in (None, 1), f"splits={splits} needs a tile with weights on the M side, not {tile}")
+        _launch_prefill(rows, kept, weight, bias, out, native, tile)
+    return out
+
+
+def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, native: bool, tile) -> None:
+    m, n = out.shape
+    launch(
+        w4a4_gemm_kernel,
+        (triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.weights),),
+        out.device,
+        native,
+        rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
+        weight.packed, weight.block_scales, weight.global_scale_dec, bias, out,
+        kept, m,
+        N=n, K=2 * rows.packed.shape[1], GW_PER_ROW=weight.global_scale_dec.numel() > 1,
+        NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _check_epilogue(gw: torch.Tensor, bias, out_dtype: torch.dtype, n: int, device: torch.device) -> None:
+    check_out_dtype(out_dtype)
+    require_tensor("global_scale_dec of the weight", gw, torch.float32, device)
+    require(
+        gw.numel() == 1 or tuple(gw.shape) == (n,),
+        f"global_scale_dec of the weight must hold one number, or one per row of the weight ({n}); "
+        f"got shape {tuple(gw.shape)}",
+    )
+    if bias is not None:
+        require_tensor("bias", bias, FLOATS, device, (n,))

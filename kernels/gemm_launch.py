@@ -1,0 +1,86 @@
+"""What the launchers of all W4A4 products share: checks of the operands, and the check that `native` is native."""
+
+import functools
+from contextlib import nullcontext
+
+import torch
+
+from quads_kernels.activation import Quantized
+from quads_kernels.launch import FLOATS, HW, capability, require, require_k, require_tensor
+
+NATIVE_INSTRUCTION = "mxf4nvf4"
+"""In the PTX of every kernel that multiplies NVFP4 in the tensor core."""
+
+
+def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
+    """(M, K, blocks whose residual is kept, device) of quantized activations, or a ValueError naming what is wrong."""
+    require(rows.packed is not None, "the product needs packed codes; quantize activations with packed=True")
+    device = rows.packed.device
+    require(rows.packed.dim() == 2, f"packed codes must have shape [M, K/2], got {tuple(rows.packed.shape)}")
+    m, k = rows.packed.shape[0], 2 * rows.packed.shape[1]
+    require_k(k)
+    _bytes("packed codes of the activations", rows.packed, (m, k // 2), device)
+    _bytes("block_scales of the activations", rows.block_scales, (m, k // 16), device)
+    require_tensor("global_scale_dec of the activations", rows.global_scale_dec, torch.float32, device, (m,))
+    if rows.residual_packed is None:
+        return m, k, 0, device
+    kept = rows.residual_packed.shape[-1] // 8
+    require(0 < kept <= k // 16, f"the residual must keep 1 to K/16 = {k // 16} blocks, got {kept}; or pass None")
+    _bytes("residual_packed", rows.residual_packed, (m, kept * 8), device)
+    _bytes("residual_block_scales", rows.residual_block_scales, (m, kept), device)
+    return m, k, kept, device
+
+
+def check_weight(weight, lead: tuple[int, ...], k: int, device: torch.device) -> int:
+    """N of a weight with `packed` [*lead, N, K/2] and `block_scales` [*lead, N, K/16], or a ValueError."""
+    shape = weight.packed.shape
+    want = f"{(*lead, 'N', k // 2)}, as K of the activations is {k}"
+    fits = len(shape) == len(lead) + 2 and shape[:-2] == lead and shape[-1] == k // 2
+    require(fits, f"packed weight must have shape {want}; got {tuple(shape)}")
+    _bytes("packed weight", weight.packed, tuple(shape), device)
+    _bytes("block_scales of the weight", weight.block_scales, (*shape[:-1], k // 16), device)
+    return shape[-2]
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    require(dtype in FLOATS, f"out_dtype must be one of {FLOATS}, got {dtype}")
+
+
+def launch(kernel, grid: tuple[int, ...], device: torch.device, native: bool, *args, **constants) -> None:
+    """Start a kernel. Raises RuntimeError where `native` compiled to something else: Triton falls back in silence."""
+    if not all(grid):
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        compiled = kernel[grid](*args, **constants, HW=HW, enable_fp_fusion=False)
+    if native and device.type == "cuda" and not _is_native(compiled):
+        raise RuntimeError(
+            f"{kernel.fn.__name__} was compiled for sm_{capability(device)} without {NATIVE_INSTRUCTION}: Triton fell "
+            f"back to BF16 for {constants}. Use backend emulated, or a tile from quads_kernels.configs."
+        )
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+_native_seen: dict[int, bool] = {}
+
+
+def _is_native(compiled) -> bool:
+    """Looked up once per compiled kernel; Triton keeps those alive."""
+    found = _native_seen.get(id(compiled))
+    if found is None:
+        found = _native_seen[id(compiled)] = NATIVE_INSTRUCTION in compiled.asm["ptx"]
+    return found
+
+
+def _bytes(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    require_tensor(name, x, torch.uint8, device, shape)
+    require(x.is_contiguous(), f"{name} must be contiguous; call .contiguous()")

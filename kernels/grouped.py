@@ -1,0 +1,155 @@
+"""Grouped W4A4 product with residual: each block of sorted rows multiplies its own expert's weight.
+
+The layout comes from `quads_kernels.expert_sort`. The grid covers the most blocks that any routing may need, and a
+program whose block is not needed returns at once, so the host never waits to learn the routing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quads_kernels import configs
+from quads_kernels.activation import Quantized
+from quads_kernels.expert_sort import SortedPairs
+from quads_kernels.gemm_epilogue import scaled
+from quads_kernels.gemm_launch import check_out_dtype, check_rows, check_weight, launch
+from quads_kernels.gemm_loop import accumulate
+from quads_kernels.launch import capability, empty, require, require_tensor
+from quads_kernels.rounding import cast
+
+ADD_COLUMNS = 1024
+
+
+@triton.jit
+def w4a4_grouped_kernel(
+    x_ptr,
+    xs_ptr,
+    g_ptr,
+    r_ptr,
+    rs_ptr,
+    w_ptr,
+    ws_ptr,
+    gw_ptr,
+    members_ptr,
+    offsets_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    pair_weight_ptr,
+    out_ptr,
+    kept,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOPK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WEIGHTS_ON_M: tl.constexpr,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    BK: tl.constexpr,
+    HW: tl.constexpr,
+):
+    """One [TM, TN] tile of out [L, N], in sorted rows. Grid (blocks * tiles of N,).
+
+    TOPK > 0: x holds tokens, and sorted row i reads token members[i] // TOPK. TOPK = 0: x holds sorted rows.
+    pair_weight: FP32 [P], multiplied to the row of its pair, or None.
+    """
+    tiles_n = tl.cdiv(N, TN)
+    block = tl.program_id(0) // tiles_n
+    expert = tl.load(block_expert_ptr + block).to(tl.int64)
+    if expert < 0:
+        return
+    row = tl.load(block_row_ptr + block) + tl.arange(0, TM)
+    row_ok = row < tl.load(offsets_ptr + expert + 1)
+    source = row
+    if TOPK:
+        source = tl.load(members_ptr + row, mask=row_ok, other=0) // TOPK
+    n = tl.program_id(0) % tiles_n * TN + tl.arange(0, TN)
+    n_ok = n < N
+    if WEIGHTS_ON_M:
+        acc = tl.zeros((TN, TM), tl.float32)
+    else:
+        acc = tl.zeros((TM, TN), tl.float32)
+    acc = accumulate(
+        acc, x_ptr, xs_ptr, source.to(tl.int64), row_ok, r_ptr, rs_ptr, kept,
+        w_ptr + expert * (N * (K // 2)), ws_ptr + expert * (N * (K // 16)), n.to(tl.int64), n_ok,
+        0, K, K, r_ptr is not None, NATIVE, WEIGHTS_ON_M, TM, TN, BK,
+    )  # fmt: skip
+    if WEIGHTS_ON_M:
+        acc = tl.trans(acc)
+    g = tl.load(g_ptr + source, mask=row_ok, other=0.0)
+    out = scaled(acc, g, gw_ptr + expert, n, n_ok, False, NATIVE)
+    if pair_weight_ptr is not None:
+        pair = tl.load(members_ptr + row, mask=row_ok, other=0)
+        out = out * tl.load(pair_weight_ptr + pair, mask=row_ok, other=0.0)[:, None]
+    at = out_ptr + row.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, cast(out, out_ptr.dtype.element_ty, HW), mask=row_ok[:, None] & n_ok[None, :])
+
+
+@triton.jit
+def add_experts_kernel(
+    rows_ptr, place_ptr, out_ptr, N, TOPK: tl.constexpr, TN: tl.constexpr, HW: tl.constexpr
+):  # fmt: skip
+    """out[m] = sum of the rows of token m's pairs, in FP32 and in the order of topk. Grid (M, tiles of N)."""
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * TN + tl.arange(0, TN)
+    total = tl.zeros((TN,), tl.float32)
+    for t in range(TOPK):
+        row = tl.load(place_ptr + m * TOPK + t).to(tl.int64)
+        total += tl.load(rows_ptr + row * N + n, mask=(n < N) & (row >= 0), other=0.0).to(tl.float32)
+    tl.store(out_ptr + m * N + n, cast(total, out_ptr.dtype.element_ty, HW), mask=n < N)
+
+
+def grouped_gemm(
+    rows: Quantized,
+    weight,
+    plan: SortedPairs,
+    tile: configs.Tile,
+    *,
+    out_dtype: torch.dtype,
+    native: bool,
+    topk: int = 0,
+    pair_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each sorted row with its expert's weight: out_dtype [P, N]. Rows from L on are not written.
+
+    rows: quantized tokens [M, K] with topk > 0, or sorted rows [P, K] with topk = 0.
+    weight: `packed` uint8 [E, N, K/2], `block_scales` uint8 [E, N, K/16], `global_scale_dec` FP32 [E].
+    plan: from `sort_by_expert` with block = tile.tokens. pair_weight: FP32 [P], the router's weights, or None.
+    Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
+    """
+    m, k, kept, device = check_rows(rows)
+    experts, pairs = plan.offsets.numel() - 1, plan.place.numel()
+    n = check_weight(weight, (experts,), k, device)
+    check_out_dtype(out_dtype)
+    require_tensor("global_scale_dec of the experts", weight.global_scale_dec, torch.float32, device, (experts,))
+    require(m * max(topk, 1) == pairs, f"{m} rows with topk={topk} do not match the plan's {pairs} pairs")
+    if pair_weight is not None:
+        require_tensor("pair_weight", pair_weight, torch.float32, device, (pairs,))
+    if native and capability(device):
+        configs.check_native(tile, capability(device))
+    out = empty((pairs, n), out_dtype, device)
+    launch(
+        w4a4_grouped_kernel,
+        (plan.block_expert.numel() * triton.cdiv(n, tile.weights),),
+        device,
+        native,
+        rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
+        weight.packed, weight.block_scales, weight.global_scale_dec,
+        plan.members, plan.offsets, plan.block_expert, plan.block_row, pair_weight, out, kept,
+        N=n, K=k, TOPK=topk, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
+        TM=tile.tokens, TN=tile.weights, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def add_experts(rows: torch.Tensor, plan: SortedPairs, tokens: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """Sum over each token's experts: sorted rows [P, N] -> out_dtype [tokens, N]. Zero for a token with none here."""
+    n, topk = rows.shape[1], plan.place.numel() // max(tokens, 1)
+    out = empty((tokens, n), out_dtype, rows.device)
+    launch(
+        add_experts_kernel,
+        (tokens, triton.cdiv(n, ADD_COLUMNS)),
+        rows.device,
+        False,
+        rows, plan.place, out, n, TOPK=topk, TN=ADD_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out
