@@ -113,7 +113,7 @@ def quantize_tile(
     magnitude, code, scale, byte = quantize_blocks(x, amax, g, HW)
     if packed_ptr is not None:
         store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, K // 16, R, B)
-    value = dequantize_blocks(magnitude, code, scale, g)
+    value = dequantize_blocks(magnitude, x.to(tl.int32, bitcast=True), scale, g)
     rest = x - value
     if STATS:
         total += energy(rest, g, STATS_CHANNELS)
@@ -123,7 +123,7 @@ def quantize_tile(
         magnitude, code, scale, byte = quantize_blocks(rest, amax_last(rest), g, HW)
         if packed_ptr is not None:
             store_codes(residual_packed_ptr, residual_scales_ptr, code, byte, rows, row_ok, first, last, kept, R, B)
-        value += dequantize_blocks(magnitude, code, scale, g)
+        value += dequantize_blocks(magnitude, rest.to(tl.int32, bitcast=True), scale, g)
     if values_ptr is not None:
         k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
         at = values_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]
@@ -135,5 +135,7 @@ def quantize_tile(
 @triton.jit
 def zero_total(CHANNELS: tl.constexpr, B: tl.constexpr):
     if CHANNELS:
-        return tl.zeros((B, 16), tl.float32)
-    return tl.zeros((B,), tl.float32)
+        zeros = tl.zeros((B, 16), tl.float32)
+    else:
+        zeros = tl.zeros((B,), tl.float32)
+    return zeros

@@ -84,8 +84,9 @@ def round_e2m1(y):
     magic_bits = exponent_bits + 0x0B000000  # times 2^22
     magic = magic_bits.to(tl.float32, bitcast=True)
     total = y + magic
-    steps = total.to(tl.int32, bitcast=True) - magic_bits
-    return total - magic, steps + (exponent_bits >> 22) - 254
+    # The low bits of the sum count steps. Twice the exponent turns them into the code, of which 3 bits are left.
+    code = (total.to(tl.int32, bitcast=True) + (exponent_bits >> 22) + 2) & 7
+    return total - magic, code
 
 
 @triton.jit
@@ -98,8 +99,8 @@ def decode_e2m1(code):
 @triton.jit
 def sign_nibble(x):
     """8 where x is negative or -0, else 0 (int32). NaN counts as positive: its sign differs between machines."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x == x, (bits >> 28) & 8, 0)
+    top = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
+    return tl.where(x == x, top, 0) & ~7
 
 
 @triton.jit
@@ -111,22 +112,24 @@ def scaled_magnitude(x, scale, HW: tl.constexpr):
     operands are first scaled up by 2^64, so that the remainder is never subnormal.
     """
     usable = scale > 0.0
-    top = tl.where(usable, 6.0, 0.0)[:, :, None]
+    top = tl.broadcast_to(tl.where(usable, 6.0, 0.0)[:, :, None], x.shape)
+    magnitude = (x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS).to(tl.float32, bitcast=True)
     if HW:
         lift = tl.where(scale < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)  # 2^-60, 2^64
         divisor = tl.where(usable, scale * lift, 1.0)
         inverse = tl.where(usable, tl.div_rn(1.0, divisor), 0.0)
-        a = tl.abs(x) * lift[:, :, None]
+        a = magnitude * lift[:, :, None]
         d = tl.broadcast_to(divisor[:, :, None], x.shape)
         inv = tl.broadcast_to(inverse[:, :, None], x.shape)
         y = a * inv
         y = tl.fma(tl.fma(-y, d, a), inv, y)
+        # Inf/Inf, and Inf or NaN in the block, give NaN here. The minimum is then `top`.
+        y = tl.minimum(y, top)
     else:
         divisor = tl.where(usable, scale, 1.0)
-        y = tl.div_rn(tl.abs(x), tl.broadcast_to(divisor[:, :, None], x.shape))
-        y = tl.where(usable[:, :, None], y, 0.0)
-    # Written so that NaN (of Inf/Inf, of a non-finite block) saturates too: to 0 where the scale is unusable.
-    return tl.where(y < top, y, tl.broadcast_to(top, x.shape))
+        y = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, :, None], x.shape))
+        y = tl.where(y < top, y, top)
+    return y
 
 
 @triton.jit
@@ -144,11 +147,14 @@ def quantize_blocks(x, amax, g, HW: tl.constexpr):
 
 
 @triton.jit
-def dequantize_blocks(magnitude, code, scale, g):
-    """(e2m1 * s8) * g with the sign of the code: FP32 [R, B, 16]. Arguments as `quantize_blocks` returns them."""
+def dequantize_blocks(magnitude, sign, scale, g):
+    """(e2m1 * s8) * g: FP32 [R, B, 16].
+
+    magnitude [R, B, 16] and scale [R, B], FP32: e2m1 and s8. sign: int32, bit 31 counts. g: FP32 [R, 1].
+    """
     value = magnitude * scale[:, :, None]
     value = value * tl.broadcast_to(g[:, :, None], value.shape)
-    bits = value.to(tl.int32, bitcast=True) | ((code & 8) << 28)
+    bits = value.to(tl.int32, bitcast=True) | (sign & ~MAGNITUDE_BITS)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -186,8 +192,10 @@ def dequantize_fp16(packed, scale_bytes, R: tl.constexpr, K: tl.constexpr):
 def to_fp32(x, HW: tl.constexpr):
     """BF16, FP16 or FP32 -> FP32, exact."""
     if x.dtype == tl.bfloat16 and not HW:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -197,5 +205,7 @@ def cast(x, dtype: tl.constexpr, HW: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FC0, rounded)
-        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+        narrow = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        narrow = x.to(dtype)
+    return narrow
