@@ -1,0 +1,36 @@
+"""The command `quads`: finds the subcommand and hands the rest of the line to it. Imports nothing heavy itself."""
+
+import importlib
+import sys
+
+# name: (module with main(argv) -> exit status, what it does)
+COMMANDS = {
+    "demo": ("quads_recipe.demo", "train a small mixture-of-experts policy by GRPO and show how it went"),
+    "report": ("quads_recipe.demo_report", "table and curves of a run, from the metrics file that verl wrote"),
+    "doctor": ("quads_recipe.doctor", "check the installation and say which numeric path would run"),
+    "make-policy": ("quads_recipe.policy.cli", "train the demo's policy from a seed"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(["usage: quads COMMAND [options]", "", *lines, "", "`quads COMMAND --help` lists its options."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status of the subcommand; 2 if there is no such subcommand."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        problem = f"unknown command {argv[0]!r}" if argv else "no command given"
+        print(f"quads: {problem}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[argv[0]]
+    return importlib.import_module(module).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

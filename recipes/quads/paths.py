@@ -1,0 +1,29 @@
+"""Where the package's own data lies, in a checkout as well as in an installed package."""
+
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+POLICIES = ("natural", "outlier")
+
+
+def configs_dir() -> Path:
+    """The folder of hydra configs, for `--config-path`. Raises FileNotFoundError if the installation lacks it."""
+    places = (_HERE / "configs", _HERE.parents[1] / "configs")  # installed as package data; a checkout
+    for place in places:
+        if (place / "quads_demo.yaml").is_file():
+            return place
+    raise FileNotFoundError(f"no quads_demo.yaml in {' or '.join(map(str, places))}; install the package again")
+
+
+def policy_dir(policy: str) -> Path:
+    """The checkpoint folder of a shipped policy (natural, outlier) or the folder that `policy` names.
+
+    Raises FileNotFoundError if there is no config.json in it.
+    """
+    folder = _HERE / "policies" / policy if policy in POLICIES else Path(policy).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        choices = ", ".join(POLICIES)
+        raise FileNotFoundError(
+            f"policy {policy!r}: {folder} has no config.json; use {choices} or a Hugging Face checkpoint folder"
+        )
+    return folder

@@ -1,0 +1,1 @@
+"""The demo's policy: its tokenizer, its task, how it is trained, and its outlier variant."""

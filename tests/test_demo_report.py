@@ -1,0 +1,341 @@
+"""The demo around the trainer: metrics, table, curves, progress, the subprocess and its errors."""
+
+import argparse
+import io
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy
+import psutil
+import pytest
+from rich.console import Console
+
+from quads_recipe import cli, demo, demo_plot, demo_report
+from quads_recipe.demo_data import balance, write_data
+from quads_recipe.demo_process import LogTail, TrainerProcess, clean, error_lines
+from quads_recipe.demo_progress import RunDisplay
+from quads_recipe.paths import configs_dir, policy_dir
+from quads_recipe.policy.task import is_heldout, problems
+
+
+def line(step, **data):
+    return json.dumps({"step": step, "data": data})
+
+
+def full_line(step, reward):
+    return line(
+        step,
+        **{
+            "critic/score/mean": reward,
+            "quads/logprob_abs_diff_mean": 0.005,
+            "quads/logprob_abs_diff_p99": 0.12,
+            "quads/logprob_abs_diff_max": 0.5 + step,
+            "quads/changed_codes_mean": 0.0123,
+            "quads/receipts_equal_min": 1.0,
+            "timing_s/step": 5.0,
+            "timing_s/gen": 3.0,
+            "timing_s/update_actor": 1.0,
+        },
+    )
+
+
+REWARDS = [0.4, 0.5] * 10 + [0.6, 0.8] * 5
+
+
+@pytest.fixture
+def metrics():
+    return demo_report.parse([full_line(i + 1, reward) for i, reward in enumerate(REWARDS)])
+
+
+def test_table_has_a_row_per_step_and_the_columns_line_up(metrics):
+    lines = demo_report.table(metrics.steps[:2]).splitlines()
+    assert lines[0].split("  ")[0] == "step" and lines[0].endswith("changed codes  seconds")
+    assert lines[1].split() == ["1", "0.400", "0.0050", "0.1200", "1.500", "1.23%", "5.0"]
+    assert len({len(one) for one in lines}) == 1
+
+
+def test_missing_metrics_are_dashes():
+    parsed = demo_report.parse([line(1, **{"critic/rewards/mean": 0.25, "quads/logprob_abs_diff_mean": None})])
+    assert demo_report.cells(parsed.steps[0]) == ["1", "0.250", "-", "-", "-", "-", "-"]
+    assert demo_report.verdict(parsed) == []
+
+
+def test_lines_of_one_step_are_joined_and_broken_ones_left_out():
+    lines = [
+        line(0, **{"val-core/chain_sum/reward/mean@1": 0.75}),
+        line(1, **{"critic/score/mean": 0.5}),
+        line(1, **{"timing_s/step": 4.0}),
+        full_line(2, 0.5)[:20],
+    ]
+    parsed = demo_report.parse(lines)
+    assert [(s.step, s.reward, s.seconds) for s in parsed.steps] == [(1, 0.5, 4.0)]
+    assert parsed.validation == [(0, 0.75)]
+
+
+def test_progress_compares_first_and_last_ten_with_standard_errors(metrics):
+    p = demo_report.progress(metrics.steps)
+    error_first = statistics.stdev(REWARDS[:10]) / 10**0.5
+    error_last = statistics.stdev(REWARDS[-10:]) / 10**0.5
+    assert p.window == 10
+    assert (p.first, p.first_error) == pytest.approx((0.45, error_first))
+    assert (p.last, p.last_error) == pytest.approx((0.7, error_last))
+    assert (p.gain, p.gain_error) == pytest.approx((0.25, (error_first**2 + error_last**2) ** 0.5))
+
+
+def test_a_short_run_is_compared_by_halves(metrics):
+    assert demo_report.progress(metrics.steps[:7]).window == 3
+    assert demo_report.progress(metrics.steps[:3]) is None
+
+
+def test_verdict_states_gain_receipts_and_mismatch(metrics):
+    text = "\n".join(demo_report.verdict(metrics))
+    assert "first 10 steps 0.450 +- 0.017, last 10 steps 0.700 +- 0.033; gain +0.250 +- 0.037 (6.7 standard" in text
+    assert "receipts equal at 30 of 30 syncs" in text
+    assert "mean 0.005, p99 0.12, largest 30.5 nats" in text
+    unequal = demo_report.parse([full_line(1, 0.5), line(1, **{"quads/receipts_equal_min": 0.0})])
+    assert "receipts equal at 0 of 1 syncs" in demo_report.verdict(unequal)
+
+
+def test_curves_are_drawn_where_there_is_data(metrics, tmp_path):
+    import matplotlib.image
+
+    bare = demo_report.parse([line(i, **{"critic/score/mean": 0.5}) for i in range(1, 4)])
+    colors = []
+    for name, drawn in (("full", metrics), ("bare", bare)):
+        demo_plot.draw(drawn, tmp_path / f"{name}.png", name)
+        image = matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3]
+        assert image.shape[1] > 1000
+        height, width = image.shape[0] // 2, image.shape[1] // 2
+        panels = [image[:height, :width], image[:height, width:], image[height:, :width], image[height:, width:]]
+        colors.append([float(numpy.ptp(panel, axis=-1).sum()) for panel in panels])
+    full, empty = colors
+    assert all(amount > 100 for amount in full)
+    assert empty[0] > 100 and empty[1:] == [0.0, 0.0, 0.0]  # grey text only
+
+
+def test_report_command_writes_table_and_png(metrics, tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("\n".join(full_line(i + 1, r) for i, r in enumerate(REWARDS)))
+    assert cli.main(["report", str(file)]) == 0
+    assert "gain +0.250" in capsys.readouterr().out and (tmp_path / "metrics.png").stat().st_size > 10_000
+    assert cli.main(["report", str(tmp_path / "none.jsonl")]) == 1
+    assert "no training steps" in capsys.readouterr().err
+
+
+def test_running_mean_uses_what_there_is_at_the_start():
+    assert demo_plot.running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
+
+
+def test_data_is_what_verl_reads_and_the_splits_are_apart(tmp_path):
+    from omegaconf import OmegaConf
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    from quads_recipe.policy.tokenizer import build_tokenizer
+
+    train, heldout = write_data(tmp_path, train=64, heldout=16)
+    config = OmegaConf.create({"max_prompt_length": 16, "filter_overlong_prompts": True, "cache_dir": str(tmp_path)})
+    dataset = RLHFDataset([str(train)], build_tokenizer(), config)
+    assert len(dataset) == 64
+    assert dataset[0]["reward_model"]["ground_truth"] == problems_of(train)[0][1]
+    assert not any(is_heldout(prompt) for prompt, _ in problems_of(train))
+    assert all(is_heldout(prompt) for prompt, _ in problems_of(heldout))
+
+
+def problems_of(file):
+    import pandas
+
+    rows = pandas.read_parquet(file)
+    return [(r.prompt[0]["content"], r.reward_model["ground_truth"]) for r in rows.itertuples()]
+
+
+def test_balanced_order_gives_every_batch_the_same_mix():
+    chosen = problems("train", 400)
+    ordered = balance(chosen)
+
+    def kinds(part):
+        return sorted((p.entry["metadata"]["num_terms"], p.entry["metadata"]["num_digits"]) for p in part)
+
+    assert sorted(p.prompt for p in ordered) == sorted(p.prompt for p in chosen)
+    assert kinds(ordered[:16]) == kinds(ordered[16:32]) and len(set(kinds(ordered[:16]))) == 4
+
+
+def test_log_tail_gives_whole_lines_once(tmp_path):
+    tail = LogTail(tmp_path / "log")
+    assert tail.lines() == []
+    with (tmp_path / "log").open("w") as log:
+        for written, seen in (("a\nb", ["a"]), ("c\n", ["bc"]), ("", [])):
+            log.write(written)
+            log.flush()
+            assert tail.lines() == seen
+
+
+def test_lines_lose_colours_and_rays_prefix():
+    assert clean("\x1b[36m(TaskRunnerV1 pid=12, ip=10.0.0.1)\x1b[0m quads: path cpu\r\n") == "quads: path cpu"
+    assert clean("50%\r100%") == "100%"
+
+
+def test_error_lines_pick_the_cause_out_of_the_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "INFO all is well, no errors so far\n"
+        "Traceback (most recent call last):\n"
+        '  File "x.py", line 1, in f\n'
+        "\x1b[36m(WorkerDict pid=77)\x1b[0m quads_ops.receipt.ReceiptMismatch: layers.0.q_proj: codes differ\n"
+        "\x1b[36m(WorkerDict pid=78)\x1b[0m quads_ops.receipt.ReceiptMismatch: layers.0.q_proj: codes differ\n"
+        "quads: error: quads.arm = 'x': must be one of bf16\n"
+        "bye\n"
+    )
+    assert error_lines(log) == [
+        "quads_ops.receipt.ReceiptMismatch: layers.0.q_proj: codes differ",
+        "quads: error: quads.arm = 'x': must be one of bf16",
+    ]
+    log.write_text("first\n\nKilled")
+    assert error_lines(log) == ["first", "Killed"]
+
+
+def display(tmp_path, terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
+    return out, RunDisplay(tmp_path / "metrics.jsonl", tmp_path / "log.txt", 3, console)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_notices_and_steps_as_they_come(tmp_path, terminal):
+    out, shown = display(tmp_path, terminal)
+    with shown:
+        shown.update()
+        (tmp_path / "log.txt").write_text("noise\n(Worker pid=3) quads: path cpu emulated\nquads: path cpu emulated\n")
+        (tmp_path / "metrics.jsonl").write_text(full_line(1, 0.5) + "\n")
+        shown.update()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(full_line(2, 0.625) + "\n" + full_line(3, 0.7)[:30])
+        shown.update()
+    text = out.getvalue()
+    assert text.count("quads: path cpu emulated") == 1 and "noise" not in text
+    assert "step 1/3  reward 0.500  |d| 0.0050 (p99 0.120)  5.0 s  10 s left" in text
+    assert "step 2/3  reward 0.625" in text and "step 3/3" not in text
+    assert terminal == ("\x1b[" in text)
+
+
+TREE = """
+    import subprocess, sys, time
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["sleep", "601"], start_new_session=True)
+    deaf = "import time, signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('deaf', flush=True); time.sleep(602)"
+    subprocess.Popen([sys.executable, "-c", deaf])
+    time.sleep(600)
+"""
+
+
+def test_ending_the_trainer_ends_all_that_it_started(tmp_path):
+    """A child, a child in a session of its own, and one that ignores SIGTERM."""
+    log = tmp_path / "log"
+    with TrainerProcess([sys.executable, "-c", textwrap.dedent(TREE)], dict(os.environ), log) as trainer:
+        assert eventually(lambda: len(trainer.members()) == 4 and "deaf" in log.read_text())
+        members = trainer.members()
+    assert not [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert trainer.poll() == -signal.SIGTERM
+
+
+def eventually(done, seconds=60):
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_failing_trainer_is_reported_with_its_error(tmp_path, capsys):
+    command = [sys.executable, "-c", "raise ValueError('the lattice is broken')"]
+    assert demo.train(command, dict(os.environ), tmp_path, steps=3) == 1
+    err = capsys.readouterr().err
+    assert "status 1" in err and "ValueError: the lattice is broken" in err and str(tmp_path / "log.txt") in err
+
+
+def test_an_interrupted_demo_ends_its_trainer(tmp_path):
+    """Ctrl-C while the trainer runs: exit status 130, and the trainer is gone."""
+    script = f"""
+        import os, sys
+        from pathlib import Path
+        from quads_recipe import demo
+        child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+        sys.exit(demo.train([sys.executable, "-c", child], dict(os.environ), Path({str(tmp_path)!r}), 3))
+    """
+    runner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "log.txt"
+    assert eventually(lambda: log.is_file() and log.read_text().strip())
+    trainer = psutil.Process(int(log.read_text()))
+    runner.send_signal(signal.SIGINT)
+    _, err = runner.communicate(timeout=60)
+    assert runner.returncode == demo.INTERRUPTED and "interrupted" in err
+    assert not trainer.is_running()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--arm", "fp4"], "--arm: 'fp4'"),
+        (["--steps", "0"], "--steps: 0"),
+        (["--seed", "-1"], "--seed: -1"),
+        (["--set", "trainer.nnodes"], "--set: 'trainer.nnodes'"),
+        (["--policy", "/no/such/policy"], "/no/such/policy"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_starts(arguments, named, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(arguments) == 2
+    assert named in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_with_something_in_it_is_refused(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert demo.main(["--run-dir", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_command_sets_what_hydra_knows_and_overrides_come_last(tmp_path):
+    """Composed by hydra itself: a key that verl's configuration lacks would be refused."""
+    from hydra import compose, initialize_config_dir
+
+    args = demo.parser().parse_args(["--arm", "naive", "--steps", "7", "--seed", "3", "--set", "trainer.nnodes=2"])
+    command = demo.build_command(args, policy_dir("natural"), tmp_path, (tmp_path / "a", tmp_path / "b"))
+    assert command[1:7] == ["-m", "verl.trainer.main_ppo", "--config-path", str(configs_dir()), "--config-name"] + [
+        "quads_demo"
+    ]
+    assert command[-1] == "trainer.nnodes=2"
+    overrides = [part for part in command[7:] if not part.startswith("hydra.")]
+    with initialize_config_dir(str(configs_dir()), version_base=None):
+        config = compose("quads_demo", overrides=overrides)
+    assert config.quads.arm == "naive" and config.trainer.total_training_steps == 7 and config.trainer.nnodes == 2
+    assert list(config.trainer.logger) == ["console", "tensorboard", "file"]
+    assert config.actor_rollout_ref.rollout.seed == 3
+
+
+def test_prepare_writes_data_and_a_command_that_can_be_run_by_hand(tmp_path):
+    args = argparse.Namespace(arm="quads", steps=2, policy="natural", seed=0, run_dir=tmp_path / "run", overrides=[])
+    run_dir, command, environment = demo.prepare(args)
+    script = (run_dir / "command.sh").read_text()
+    assert environment["VERL_FILE_LOGGER_PATH"] == str(run_dir / "metrics.jsonl")
+    assert "export VERL_PLATFORM=cpu" in script and "trainer.total_training_steps=2" in script
+    assert subprocess.run(["sh", "-n", run_dir / "command.sh"]).returncode == 0
+    assert (run_dir / "data" / "train.parquet").is_file() and command[0] == sys.executable
+
+
+def test_unknown_command_lists_the_known_ones(capsys):
+    assert cli.main(["dmeo"]) == 2
+    assert "unknown command 'dmeo'" in (err := capsys.readouterr().err) and "make-policy" in err
+    assert cli.main(["--help"]) == 0
+
+
+def test_help_is_instant():
+    """No command line that only asks for help may import torch."""
+    code = "import sys; from quads_recipe.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
