@@ -1,8 +1,8 @@
 """`make lock`: write requirements/cpu.lock anew from requirements/cpu.in and print what changed.
 
-pip resolves (a dry run; nothing is installed). Packages keep the version they have in the lock unless cpu.in rules it out;
-with --upgrade NAME those named move, with --upgrade alone all of them do. cpu.in names in `# left out: NAME` what vLLM's
-metadata requires and its CPU path does not use; for those pip is offered an empty wheel, and the lock does not list them.
+pip resolves (a dry run; nothing is installed). Packages keep the version they have in the lock unless cpu.in says
+another; with --upgrade NAME those named move, with --upgrade alone all of them do. `# left out: NAME` in cpu.in names
+what vLLM's metadata requires and its CPU path does not use: pip is offered an empty wheel, the lock does not list it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from locked import canonical, read_lock, write_lock
 
 HERE = Path(__file__).resolve().parent
 HEADER = "# Made by `make lock` from requirements/cpu.in. Installed with --no-deps. Linux, Python 3.11, CPU.\n"
-# Satisfies every requirement on a package that is left out (torchcodec>=0.14 is the strictest), and no real release has it.
+# Meets every requirement on a package that is left out (the strictest is torchcodec>=0.14); no real release has it.
 LEFT_OUT_VERSION = "0.14.0+left.out"
 
 
@@ -101,9 +101,7 @@ def empty_wheel(folder: Path, name: str) -> None:
     info = f"{stem}.dist-info"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {LEFT_OUT_VERSION}\n")
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: lock\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 

@@ -142,6 +142,17 @@ def test_ci_script_is_executable():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_every_environment_variable_is_documented():
+    named = {
+        name
+        for folder in SOURCES.values()
+        for path in sources(folder)
+        for name in re.findall(r"""["'](QUADS_[A-Z_]+)["']""", path.read_text())
+    }
+    documented = (ROOT / "docs" / "install.md").read_text()
+    assert named and {name for name in named if f"| `{name}` |" not in documented} == set()
+
+
 # --- setup.cfg and the lock agree with each other and with the folders
 
 
@@ -278,7 +289,8 @@ def test_wheel_contains_every_source_config_and_policy(wheel):
     expected = set()
     for name, folder in SOURCES.items() | {("quads_recipe/configs", CONFIGS)}:
         files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-        expected |= {f"{name}/{path.relative_to(folder)}" for path in files if path.suffix != ".md"}
+        shipped = (path.relative_to(folder) for path in files)
+        expected |= {f"{name}/{path}" for path in shipped if path.suffix != ".md" or path.parts[0] == "policies"}
     assert any(name.endswith("policies/natural/config.json") for name in expected)
     assert any(name.endswith("configs/quads_demo.yaml") for name in expected)
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
