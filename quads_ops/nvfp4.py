@@ -13,6 +13,7 @@ All arithmetic is FP32 with IEEE division and round-to-nearest-even:
 
 import torch
 
+from quads_ops import cpu_qdq
 from quads_ops.formats import (
     BLOCK_SIZE,
     E2M1_SIGN,
@@ -57,7 +58,7 @@ def dequantize(codes: torch.Tensor, block_scales: torch.Tensor, g: torch.Tensor)
 
     codes: uint8 [..., K]. block_scales: uint8 [..., K/16]. g: FP32, broadcastable to codes.shape[:-1].
     """
-    g = _broadcast_scale(g, codes.shape)
+    g = broadcast_scale(g, codes.shape)
     return unscaled(codes, block_scales) * g.unsqueeze(-1)
 
 
@@ -71,8 +72,16 @@ def unscaled(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
 def qdq(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """Quantize and dequantize: FP32 [..., K], equal in every bit to `dequantize(*quantize(x, g), g)`.
 
-    x, g: as for `quantize`.
+    x, g: as for `quantize`. Not differentiable. On a CPU it runs compiled where it can: see `cpu_qdq.path()`.
     """
+    if not cpu_qdq.takes(x):
+        return reference_qdq(x, g)
+    check_k(x.shape)
+    return cpu_qdq.qdq(x, broadcast_scale(g, x.shape))
+
+
+def reference_qdq(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """`qdq` by the definition above, in torch on any device."""
     return dequantize(*quantize(x, g), g)
 
 
@@ -107,22 +116,23 @@ def check_k(shape: torch.Size) -> None:
         )
 
 
-def _blocks_and_scale(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as FP32 [..., K/16, 16], and g as [..., 1] against the block scales."""
-    check_k(x.shape)
-    return x.float().unflatten(-1, (-1, BLOCK_SIZE)), _broadcast_scale(g, x.shape).unsqueeze(-1)
-
-
-def _broadcast_scale(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def broadcast_scale(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """g expanded to shape[:-1], detached. Raises ValueError on another dtype than FP32 or a shape that doesn't fit."""
     if g.dtype != torch.float32:
         raise ValueError(f"global_scale_dec must be float32, got {g.dtype}; take it from global_scale_dec(amax)")
     try:
-        return g.expand(shape[:-1])
+        return g.detach().expand(shape[:-1])
     except RuntimeError:
         raise ValueError(
             f"global_scale_dec of shape {tuple(g.shape)} does not broadcast to {tuple(shape[:-1])}, the leading "
             f"dimensions of the tensor of shape {tuple(shape)}"
         ) from None
+
+
+def _blocks_and_scale(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as FP32 [..., K/16, 16], and g as [..., 1] against the block scales."""
+    check_k(x.shape)
+    return x.detach().float().unflatten(-1, (-1, BLOCK_SIZE)), broadcast_scale(g, x.shape).unsqueeze(-1)
 
 
 def _block_scales(blocks: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

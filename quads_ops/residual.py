@@ -8,11 +8,12 @@ A mask is chosen per layer from statistics (sum of r^2) gathered while generatin
 syncs (`ResidualMask`), or anew for each token (`TokenMask`). It selects blocks of 16 channels, or single channels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quads_ops import nvfp4
+from quads_ops import cpu_qdq, nvfp4
 from quads_ops.formats import BLOCK_SIZE
 
 GRANULARITIES = ("block", "channel")
@@ -76,7 +77,20 @@ def compensate(
         return x.float()
     if mode != "w4a4":
         raise ValueError(f"compensate: mode {mode!r} quantizes no activation; use one of {MODES}")
-    x = _tokens(x)
+    _check_tokens(x)
+    _check_residual(residual, x.shape[-1])
+    if stats is not None:
+        _check_stats(stats, x.shape[-1], ())
+    if not isinstance(residual, TokenMask) and cpu_qdq.takes(x):
+        return _compiled(x, residual, stats)
+    return reference_compensate(x, residual, stats=stats)
+
+
+def reference_compensate(
+    x: torch.Tensor, residual: Residual = None, *, stats: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`compensate` in mode w4a4, in torch on any device. Sums of statistics may differ from it in their last bits."""
+    x = x.detach().float()
     g = token_scale(x)
     quantized = nvfp4.qdq(x, g)
     if residual is None and stats is None:
@@ -87,6 +101,41 @@ def compensate(
     if residual is None:
         return quantized
     return quantized + nvfp4.qdq(_masked(rest, residual), g)
+
+
+def compensate_grouped(
+    x: torch.Tensor, counts: Sequence[int], keep: torch.Tensor, *, stats: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`compensate` with a mask for each group of rows (the tokens of one expert): FP32 [M, K].
+
+    x: [M, K], sorted by group; counts: rows of each group, adding up to M; keep: bool [groups, K/16] or [groups, K].
+    stats: FP32 of the shape of keep; each group's sum of r^2 is added in place. Raises ValueError on a wrong shape.
+    """
+    _check_tokens(x)
+    k = x.shape[-1]
+    if keep.dtype != torch.bool or keep.shape[0] != len(counts) or keep.shape[1:] not in ((k,), (k // BLOCK_SIZE,)):
+        raise ValueError(
+            f"the masks of {len(counts)} groups with K={k} are bool [{len(counts)}, {k // BLOCK_SIZE}] or "
+            f"[{len(counts)}, {k}]; got {keep.dtype} {tuple(keep.shape)}"
+        )
+    if sum(counts) != x.shape[0] or min(counts, default=0) < 0:
+        raise ValueError(f"the counts {list(counts)} of the groups do not add up to the {x.shape[0]} rows of x")
+    if stats is not None:
+        _check_stats(stats, k, (len(counts),))
+        if stats.shape != keep.shape:
+            raise ValueError(f"stats of shape {tuple(stats.shape)} must have the shape of keep, {tuple(keep.shape)}")
+    if cpu_qdq.takes(x):
+        kind = cpu_qdq.KEEP_CHANNELS if keep.shape[-1] == k else cpu_qdq.KEEP_BLOCKS
+        return cpu_qdq.compensate(x, kind, keep, stats, counts)
+    granularity = "channel" if keep.shape[-1] == k else "block"
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    for group, rows in enumerate(x.split(list(counts))):
+        mask = ResidualMask(**{f"{granularity}s": keep[group]})
+        start = sum(counts[:group])
+        out[start : start + rows.shape[0]] = reference_compensate(
+            rows, mask, stats=None if stats is None else stats[group]
+        )
+    return out
 
 
 def token_scale(x: torch.Tensor) -> torch.Tensor:
@@ -100,9 +149,10 @@ def residual_statistics(x: torch.Tensor, granularity: str = "block") -> torch.Te
     A token that holds NaN or Inf has no residual and does not count.
     """
     _check_granularity(granularity)
-    x = _tokens(x)
-    size = x.shape[-1] // BLOCK_SIZE if granularity == "block" else x.shape[-1]
-    return _statistics(x - nvfp4.qdq(x, token_scale(x)), size)
+    _check_tokens(x)
+    stats = torch.zeros(x.shape[-1] // (BLOCK_SIZE if granularity == "block" else 1), device=x.device)
+    compensate(x, "w4a4", stats=stats)
+    return stats
 
 
 def select_mask(score: torch.Tensor, ratio: float, granularity: str = "block") -> ResidualMask:
@@ -120,33 +170,51 @@ def select_mask(score: torch.Tensor, ratio: float, granularity: str = "block") -
     return ResidualMask(**{f"{granularity}s": _largest(score, ratio)})
 
 
-def _tokens(x: torch.Tensor) -> torch.Tensor:
+def _compiled(x: torch.Tensor, residual: Residual, stats: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(residual, ResidualMask):
+        kind = cpu_qdq.KEEP_BLOCKS if residual.channels is None else cpu_qdq.KEEP_CHANNELS
+        return cpu_qdq.compensate(x, kind, residual.flags, stats)
+    return cpu_qdq.compensate(x, cpu_qdq.KEEP_NONE if residual is None else cpu_qdq.KEEP_ALL, None, stats)
+
+
+def _check_tokens(x: torch.Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"activations must have shape [M, K], got {tuple(x.shape)}; flatten the leading dimensions")
-    return x.float()
+    nvfp4.check_k(x.shape)
+
+
+def _check_stats(stats: torch.Tensor, k: int, leading: tuple[int, ...]) -> None:
+    if stats.dtype != torch.float32 or stats.shape not in ((*leading, k), (*leading, k // BLOCK_SIZE)):
+        raise ValueError(
+            f"residual statistics of K={k} are float32 {[*leading, k // BLOCK_SIZE]} or {[*leading, k]}; got "
+            f"{stats.dtype} {tuple(stats.shape)}"
+        )
+
+
+def _check_residual(residual: Residual, k: int) -> None:
+    if isinstance(residual, ResidualMask):
+        width = BLOCK_SIZE if residual.channels is None else 1
+        if residual.flags.shape[0] * width != k:
+            raise ValueError(
+                f"the {residual.granularity} mask has {residual.flags.shape[0]} entries; activations of K={k} need "
+                f"{k // width}"
+            )
+    elif not (residual is None or isinstance(residual, TokenMask) or (isinstance(residual, str) and residual == "all")):
+        raise ValueError(f'residual must be None, "all", a ResidualMask or a TokenMask; got {residual!r}')
 
 
 def _masked(rest: torch.Tensor, residual: Residual) -> torch.Tensor:
     """The residual with zeros where it is not kept."""
-    if isinstance(residual, str) and residual == "all":
+    if isinstance(residual, str):
         return rest
-    if isinstance(residual, TokenMask):
-        keep = _largest(_energy(rest, residual.granularity), residual.ratio)
-        return _zero_where_not(rest, keep, residual.granularity)
-    if isinstance(residual, ResidualMask):
-        return _zero_where_not(rest, residual.flags, residual.granularity)
-    raise ValueError(f'residual must be None, "all", a ResidualMask or a TokenMask; got {residual!r}')
-
-
-def _zero_where_not(rest: torch.Tensor, keep: torch.Tensor, granularity: str) -> torch.Tensor:
-    width = BLOCK_SIZE if granularity == "block" else 1
-    if keep.shape[-1] * width != rest.shape[-1]:
-        raise ValueError(
-            f"the {granularity} mask has {keep.shape[-1]} entries; activations of K={rest.shape[-1]} need "
-            f"{rest.shape[-1] // width}"
-        )
+    keep = residual.flags if isinstance(residual, ResidualMask) else _token_flags(rest, residual)
+    width = rest.shape[-1] // keep.shape[-1]
     # where, not a product: the residual of a non-finite token is NaN.
     return torch.where(keep.unsqueeze(-1), rest.unflatten(-1, (-1, width)), 0.0).flatten(-2)
+
+
+def _token_flags(rest: torch.Tensor, mask: TokenMask) -> torch.Tensor:
+    return _largest(_energy(rest, mask.granularity), mask.ratio)
 
 
 def _energy(rest: torch.Tensor, granularity: str) -> torch.Tensor:
@@ -155,11 +223,12 @@ def _energy(rest: torch.Tensor, granularity: str) -> torch.Tensor:
 
 
 def _statistics(rest: torch.Tensor, size: int) -> torch.Tensor:
-    k = rest.shape[-1]
-    if size not in (k, k // BLOCK_SIZE):
-        raise ValueError(f"residual statistics of K={k} have {k // BLOCK_SIZE} or {k} entries, got {size}")
-    total = rest.square().nan_to_num(nan=0.0, posinf=torch.inf).sum(0)
-    return total if size == k else total.unflatten(-1, (-1, BLOCK_SIZE)).sum(-1)
+    return _pooled(rest.square().nan_to_num(nan=0.0, posinf=torch.inf).sum(0), size)
+
+
+def _pooled(by_channel: torch.Tensor, size: int) -> torch.Tensor:
+    """[K] summed to [size], which is K or K/16."""
+    return by_channel if size == by_channel.shape[-1] else by_channel.unflatten(-1, (-1, BLOCK_SIZE)).sum(-1)
 
 
 def _largest(score: torch.Tensor, ratio: float) -> torch.Tensor:

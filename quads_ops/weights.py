@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from quads_ops import nvfp4
+from quads_ops import cpu_qdq, nvfp4
 
 
 class PackedWeight(NamedTuple):
@@ -26,9 +26,11 @@ class PackedWeight(NamedTuple):
 def weight_amax(w: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each matrix, over the last two dimensions: [..., N, K] -> FP32 [...]. NaN propagates."""
     _check_matrix(w)
+    w = w.detach().flatten(-2)
+    if cpu_qdq.takes(w):
+        return cpu_qdq.amax(w)
     # Two reductions and no |w|: a temporary of the size of all experts is dear.
-    low, high = torch.aminmax(w.flatten(-2), dim=-1)
-    return torch.maximum(-low, high).float()
+    return torch.maximum(w.amax(-1), -w.amin(-1)).float()
 
 
 def quantize_weight(w: torch.Tensor, g: torch.Tensor) -> PackedWeight:
@@ -37,7 +39,11 @@ def quantize_weight(w: torch.Tensor, g: torch.Tensor) -> PackedWeight:
     w: [..., N, K] in compute dtype. g: FP32 [...], from `global_scale_dec(weight_amax(w))`, or of the group's amax.
     Raises ValueError where K is not a multiple of 16 or the shape of g is not w.shape[:-2].
     """
-    codes, block_scales = nvfp4.quantize(w, _per_row(w, g))
+    per_row = _per_row(w, g)
+    if cpu_qdq.takes(w):
+        nvfp4.check_k(w.shape)
+        return PackedWeight(*cpu_qdq.quantize_packed(w, nvfp4.broadcast_scale(per_row, w.shape)), g)
+    codes, block_scales = nvfp4.quantize(w, per_row)
     return PackedWeight(nvfp4.pack(codes), block_scales, g)
 
 
@@ -49,7 +55,11 @@ def dequantize_weight(weight: PackedWeight) -> torch.Tensor:
 
 def fake_quantize_weight(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """`dequantize_weight(quantize_weight(w, g))`, rounded once from FP32 to the dtype of w."""
-    return nvfp4.qdq(w, _per_row(w, g)).to(w.dtype)
+    per_row = _per_row(w, g)
+    if cpu_qdq.takes(w):
+        nvfp4.check_k(w.shape)
+        return cpu_qdq.qdq(w, nvfp4.broadcast_scale(per_row, w.shape), w.dtype)
+    return nvfp4.reference_qdq(w, per_row).to(w.dtype)
 
 
 def _per_row(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
