@@ -17,7 +17,7 @@ import torch
 from quads_ops.weights import fake_quantize_weight
 
 # Elements quantized at a time: bounds the FP32 temporaries, and on a CPU keeps them in the cache.
-_CHUNK = {"cpu": 1 << 18}
+_CHUNK = {"cpu": 1 << 16}
 _DEFAULT_CHUNK = 1 << 25
 
 
