@@ -24,14 +24,28 @@ class WeightSyncError(RuntimeError):
 
 
 class _BoundedSocket:
-    """A ZMQ socket whose recv() gives up after `timeout_s`, or as soon as the receiving call is known to be over."""
+    """A ZMQ socket whose waits end after `timeout_s`, or as soon as the receiving call is known to be over.
+
+    Sending waits too: a REQ socket without a connected peer has nobody to queue for.
+    """
 
     def __init__(self, socket: zmq.Socket, timeout_s: float, receiver: ray.ObjectRef | None):
         self._socket, self._timeout_s, self._receiver = socket, timeout_s, receiver
 
+    def send_pyobj(self, message: object) -> None:
+        self._wait(zmq.POLLOUT)
+        self._socket.send_pyobj(message)
+
     def recv(self) -> bytes:
+        self._wait(zmq.POLLIN)
+        return self._socket.recv()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _wait(self, event: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while not self._socket.poll(_POLL_MS):
+        while not self._socket.poll(_POLL_MS, event):
             if self._receiver is not None and ray.wait([self._receiver], timeout=0)[0]:
                 ray.get(self._receiver)  # raises the rollout's own error
                 raise WeightSyncError("the rollout finished its update before it had taken all weights")
@@ -40,10 +54,6 @@ class _BoundedSocket:
                     f"the rollout did not take a weight bucket within {self._timeout_s:g} s: "
                     "its worker is dead or stuck, see its log. If it is only slow, raise quads.sync_timeout_s"
                 )
-        return self._socket.recv()
-
-    def __getattr__(self, name):
-        return getattr(self._socket, name)
 
 
 class BoundedWeightSender(BucketedWeightSender):
