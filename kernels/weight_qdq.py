@@ -23,14 +23,10 @@ from quads_kernels.rounding import (
 
 
 @triton.jit
-def tile_of_matrix(N, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """This program's tile, k fastest, then rows: matrix index, row numbers [ROWS], number of its first block."""
-    across = tl.cdiv(K // 16, BLOCKS)
-    down = tl.cdiv(N, ROWS)
-    pid = tl.program_id(0)
-    matrix = (pid // (across * down)).to(tl.int64)
-    rows = ((pid // across) % down) * ROWS + tl.arange(0, ROWS)
-    return matrix, rows, (pid % across) * BLOCKS
+def tile_of_matrix(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's tile: matrix index (int64), row numbers [ROWS], number of its first block."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    return tl.program_id(2).to(tl.int64), rows, tl.program_id(0) * BLOCKS
 
 
 @triton.jit
@@ -49,7 +45,7 @@ def weight_qdq_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    matrix, rows, first = tile_of_matrix(N, K, ROWS, BLOCKS)
+    matrix, rows, first = tile_of_matrix(ROWS, BLOCKS)
     blocks = first + tl.arange(0, BLOCKS)
     row_ok = rows < N
     block_ok = blocks < K // 16
@@ -86,7 +82,7 @@ def weight_decode_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    matrix, rows, first = tile_of_matrix(N, K, ROWS, BLOCKS)
+    matrix, rows, first = tile_of_matrix(ROWS, BLOCKS)
     blocks = first + tl.arange(0, BLOCKS)
     pair = first * 8 + tl.arange(0, BLOCKS * 8)
     row_ok = rows < N
@@ -107,7 +103,7 @@ def tile_shape(n: int, k: int) -> tuple[int, int, int]:
     interpreter, where a program costs milliseconds, as much as memory allows."""
     elements = 2**18 if launch.INTERPRETED else 2048
     blocks = min(triton.next_power_of_2(k // 16), elements // 16 if launch.INTERPRETED else 32)
-    rows = min(triton.next_power_of_2(n), elements // (16 * blocks))
+    rows = min(triton.next_power_of_2(max(1, n)), elements // (16 * blocks))
     return rows, blocks, 4
 
 
@@ -126,7 +122,7 @@ def quantize(w: torch.Tensor, g: torch.Tensor, *, values: bool, packed: bool):
     codes = launch.empty((*lead, n, k // 2), torch.uint8, w.device) if packed else None
     scales = launch.empty((*lead, n, k // 16), torch.uint8, w.device) if packed else None
     rows, blocks, warps = tile_shape(n, k)
-    grid = (matrices.shape[0] * triton.cdiv(n, rows) * triton.cdiv(k // 16, blocks),)
+    grid = (triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), g.numel())
     tile = dict(HW=launch.HW, ROWS=rows, BLOCKS=blocks, num_warps=warps)
     args = (matrices, g.contiguous(), out, codes, scales, n, k, *matrices.stride())
     launch.start(weight_qdq_kernel, grid, w.device, *args, **tile)
@@ -147,7 +143,7 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, g: torch.Tensor
     launch.require(dtype in launch.FLOATS, f"weights decode to one of {launch.FLOATS}, not {dtype}")
     out = launch.empty((*lead, n, k), dtype, packed.device)
     rows, blocks, warps = tile_shape(n, k)
-    grid = (g.numel() * triton.cdiv(n, rows) * triton.cdiv(k // 16, blocks),)
+    grid = (triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), g.numel())
     tile = dict(HW=launch.HW, ROWS=rows, BLOCKS=blocks, num_warps=warps)
     args = (packed.contiguous(), block_scales.contiguous(), g.contiguous(), out, n, k)
     launch.start(weight_decode_kernel, grid, packed.device, *args, **tile)
