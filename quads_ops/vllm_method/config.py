@@ -102,8 +102,8 @@ class QuadsNvfp4Config(QuantizationConfig):
         if wanted and len(wanted) < len(matrices):
             left = [matrix for matrix in matrices if matrix not in wanted]
             raise ValueError(
-                f"quads_nvfp4: vLLM joins {', '.join(matrices)} into one layer, so quads.targets and quads.exclude must "
-                f"agree on them; they quantize {', '.join(wanted)} and leave out {', '.join(left)}"
+                f"quads_nvfp4: vLLM joins {', '.join(matrices)} into one layer, so quads.targets and quads.exclude "
+                f"must agree on them; they quantize {', '.join(wanted)} and leave out {', '.join(left)}"
             )
         return wanted
 

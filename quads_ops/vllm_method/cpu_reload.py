@@ -19,8 +19,8 @@ def fresh_cpu_moe_kernels(model: torch.nn.Module) -> Iterator[None]:
     """Make unquantized fused experts prepack their weights again.
 
     `UnquantizedFusedMoEMethod._setup_kernel` prepacks w13 and w2 for the CPU kernel only while it has no kernel; on a
-    reload it leaves plain weights under a kernel that reads the packed layout. Without a kernel it starts afresh. Layers
-    that were not reloaded get theirs back.
+    reload it leaves plain weights under a kernel that reads the packed layout. Without a kernel it starts afresh.
+    Layers that were not reloaded get theirs back.
     """
     kernels = {}
     for module in model.modules() if current_platform.is_cpu() else ():

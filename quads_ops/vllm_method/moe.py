@@ -145,7 +145,7 @@ def _local_experts(layer: torch.nn.Module, num_experts: int) -> list[int]:
 
 
 def _by_expert(layer: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Positions in the flattened ids, sorted by local expert, and how many belong to each. Other workers' are left out."""
+    """Positions in the flattened ids, sorted by local expert, and how many belong to each; without other workers'."""
     flat = ids.flatten() if layer.expert_map is None else layer.expert_map[ids.flatten()].long()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat + 1, minlength=layer.local_num_experts + 1).tolist()

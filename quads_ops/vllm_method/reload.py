@@ -1,7 +1,7 @@
 """Live reload: the trainer's weights into a running vLLM model, quantized on the way.
 
-One `WeightUpdate` spans all buckets of a sync. vLLM loads layer by layer: tensors are kept until their layer is complete,
-then its method processes them and the result goes into the layer's old storage. Around it this module
+One `WeightUpdate` spans all buckets of a sync. vLLM loads layer by layer: tensors are kept until their layer is
+complete, then its method processes them and the result goes into the layer's old storage. Around it this module
 
 - copies every tensor (buckets are re-used, and vLLM keeps references),
 - checks names, shapes and values before vLLM sees them: it takes a tensor sent twice for the one that is still missing,
@@ -12,7 +12,6 @@ then its method processes them and the result goes into the layer's old storage.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

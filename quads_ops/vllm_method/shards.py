@@ -105,8 +105,8 @@ def check_k(module: str, size: int, parallel: int) -> None:
     if size % BLOCK_SIZE:
         raise ValueError(
             f"quads_nvfp4: {module} has K = {size} on each worker with tensor parallel size {parallel}, not a multiple "
-            f"of {BLOCK_SIZE}, the NVFP4 block size. Choose a tensor parallel size that cuts K = {size * parallel} into "
-            f"multiples of {BLOCK_SIZE}, or leave {module} out with quads.exclude"
+            f"of {BLOCK_SIZE}, the NVFP4 block size. Choose a tensor parallel size that cuts K = {size * parallel} "
+            f"into multiples of {BLOCK_SIZE}, or leave {module} out with quads.exclude"
         )
 
 

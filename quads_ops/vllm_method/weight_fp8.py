@@ -31,7 +31,7 @@ def fp8_quantize(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 class Fp8Weight(KernelTensors):
-    """[N, K] or [E, N, K], a scale per output channel over the whole K. Interface as Nvfp4Weight; it has no receipts."""
+    """[N, K] or [E, N, K], a scale per output channel over the whole K. Interface of Nvfp4Weight, but no receipts."""
 
     def __init__(self, shards: Sequence[Shard]):
         super().__init__()

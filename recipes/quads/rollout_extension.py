@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-import traceback
 from collections.abc import Callable
 
 import torch
+from verl.utils.device import get_torch_device
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, rebuild_ipc
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
 from quads_ops.vllm_method.compat_vllm import tp_gather
 from quads_ops.vllm_method.config import path
 from quads_ops.vllm_method.diagnosis import QuadsDiagnosis
@@ -25,10 +28,6 @@ from quads_ops.vllm_method.reload import (
     rac_summary,
     settle,
 )
-from verl.utils.device import get_torch_device
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, rebuild_ipc
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-
 from quads_recipe.run_id import weight_socket
 
 logger = logging.getLogger(__name__)
@@ -87,8 +86,7 @@ class _Session:
         """Keep the first error."""
         if self._error is None and error is not None:
             logger.error("quads: weight update failed: %s", error, exc_info=error)
-            traceback.clear_frames(error.__traceback__)  # they hold views of the bucket, which could then not be closed
-            self._error = error
+            self._error = _without_frames(error)
 
     def take(self, bucket: Bucket) -> None:
         if self._error is None:
@@ -140,22 +138,42 @@ class _DrainingReceiver(BucketedWeightReceiver):
     error: BaseException | None = None
 
     def receive_weights(self, on_bucket: Callable[[Bucket], None]) -> None:
-        """Call `on_bucket` for every bucket; its tensors are valid only during the call. `error` has the first error."""
+        """Call `on_bucket` for every bucket; its tensors are valid only during the call. `error` has the first error.
+
+        It never raises: even if the connection breaks, the other workers must hear of it.
+        """
         try:
             self._init_socket()
             self._attach()
             while not self._receive_bucket(on_bucket):
                 self.socket.send(b"")
             self._ack_pending = True
-        finally:
+        except Exception as error:
+            self._note(error)
+        self._release()
+
+    def _release(self) -> None:
+        """Close the buffer, and give the last answer even if that fails."""
+        try:
             self._cleanup()
+        except Exception as error:
+            self._note(error)
+            if self.socket is not None:
+                if self._ack_pending:
+                    self.socket.send(b"")
+                self.socket.close()
+                self.socket = None
+
+    def _note(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = _without_frames(error)
 
     def _attach(self) -> None:
         """As `_init_buffer`, but answers even if the buffer can't be attached."""
         try:
             self._init_buffer()
         except Exception as error:
-            self.error = error
+            self._note(error)
             self.socket.send(b"")
 
     def _receive_bucket(self, on_bucket: Callable[[Bucket], None]) -> bool:
@@ -165,8 +183,7 @@ class _DrainingReceiver(BucketedWeightReceiver):
             try:
                 on_bucket(self._tensors(message["bucket_meta"]))
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)
-                self.error = error
+                self._note(error)
             get_torch_device().synchronize()  # the sender writes over the bucket once it has the answer
         return message["is_last"]
 
@@ -180,3 +197,12 @@ class _DrainingReceiver(BucketedWeightReceiver):
             part = self.buffer[meta["offset"] : meta["offset"] + size]
             bucket.append((name, part.view(dtype=meta["dtype"]).view(meta["shape"])))
         return bucket
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Drop the tracebacks: their frames hold views of the bucket, whose shared memory could then not be closed."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
