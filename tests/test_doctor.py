@@ -133,6 +133,20 @@ def test_absent_compiler_is_missing(monkeypatch):
     assert statuses(doctor.compiler)["C++ compiler"] == doctor.MISSING
 
 
+def test_kernel_in_torch_is_a_note_and_a_failing_build_is_missing(monkeypatch):
+    from quads_ops import cpu_build, cpu_qdq
+
+    monkeypatch.setattr(cpu_qdq, "path", lambda: cpu_qdq.Path("torch", "no compiler"))
+    assert statuses(doctor.cpu_kernel) == {"CPU kernel": doctor.NOTE}
+
+    def fail():
+        raise cpu_build.BuildError("g++ failed")
+
+    monkeypatch.setattr(cpu_qdq, "path", fail)
+    (check,) = doctor.cpu_kernel()
+    assert check.status == doctor.MISSING and check.found == "g++ failed"
+
+
 def test_absent_policy_and_configs_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "_HERE", tmp_path / "a" / "b")
     found = statuses(doctor.shipped_files)

@@ -114,6 +114,19 @@ def instruction_set() -> str:
     return next((name for name in ("avx512f", "avx2") if name in flags), platform.machine())
 
 
+def cpu_kernel() -> Iterator[Check]:
+    """How NVFP4 is computed on the CPU; builds the library if it isn't in the cache yet."""
+    from quads_ops import cpu_build, cpu_qdq
+
+    try:
+        found = cpu_qdq.path()
+    except (ValueError, cpu_build.BuildError) as error:
+        yield Check("CPU kernel", MISSING, str(error), "see QUADS_CPU_QDQ in docs/install.md")
+        return
+    remedy = "" if found.name == "compiled" else "many times slower than compiled; see QUADS_CPU_QDQ in docs/install.md"
+    yield Check("CPU kernel", NOTE if remedy else OK, f"{found.name} ({found.reason})", remedy)
+
+
 def plugins() -> Iterator[Check]:
     """Both entry points are registered and lead to this package's files."""
     for group, (name, value) in PLUGINS.items():
@@ -207,9 +220,8 @@ def memory_limits() -> tuple[int, int]:
 
 def compiler() -> Iterator[Check]:
     """A C++ compiler (for the CPU path's kernel and torch.compile) and Python's headers."""
-    candidates = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
-    found = next(filter(None, map(shutil.which, candidates)), None)
-    remedy = "the CPU path's kernel is compiled at first use; on Debian and Ubuntu: apt-get install g++"
+    found = shutil.which(os.environ.get("CXX") or "g++")
+    remedy = "the CPU kernel and torch.compile need one: set CXX, or on Debian and Ubuntu apt-get install g++"
     yield Check("C++ compiler", OK if found else MISSING, found or "none found", "" if found else remedy)
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     remedy = "torch.compile needs it; on Debian and Ubuntu: apt-get install python3.11-dev"
@@ -251,6 +263,7 @@ def size(count: int) -> str:
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     versions,
     device,
+    cpu_kernel,
     plugins,
     stale_metadata,
     ray,
