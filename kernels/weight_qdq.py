@@ -93,7 +93,8 @@ def weight_decode_kernel(
     byte = tl.load(scales_ptr + line[:, None] * (K // 16) + blocks[None, :], mask=ok, other=0)
     code = tl.reshape(unpack_nibbles(packed, ROWS, BLOCKS * 16), (ROWS, BLOCKS, 16)).to(tl.int32)
     g = tl.load(g_ptr + matrix) + tl.zeros((ROWS, 1), tl.float32)
-    value = cast(dequantize_blocks(decode_e2m1(code), code << 28, decode_e4m3(byte), g), values_ptr.dtype.element_ty, HW)
+    value = dequantize_blocks(decode_e2m1(code), code << 28, decode_e4m3(byte), g)
+    value = cast(value, values_ptr.dtype.element_ty, HW)
     k = blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(values_ptr + line[:, None, None] * K + k[None, :, :], value, mask=ok[:, :, None])
 

@@ -11,8 +11,8 @@ tests simply run. Fixtures run in both processes, so a kernel may be launched in
 `QUADS_TEST_DEVICE=cuda pytest tests/test_kernel_*.py` runs the same tests, compiled, on a GPU.
 
 Another Triton, in a venv of its own: `pip install torch==2.13.0 triton==3.6.0 'numpy<2.3' pytest pytest-timeout`, this
-package with `pip install --no-deps`, then `python -m pytest tests/test_kernel_*.py`. (With a newer numpy the interpreter
-of Triton 3.6 fails on loop bounds: 1-element arrays no longer convert to int.)
+package with `pip install --no-deps`, then `python -m pytest tests/test_kernel_*.py`. (With a newer numpy, Triton 3.6's
+interpreter fails on loop bounds: 1-element arrays no longer convert to int.)
 """
 
 import math
@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 DEVICE = os.environ.get("QUADS_TEST_DEVICE", "cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -75,6 +77,21 @@ def _outcome(case: ET.Element) -> Outcome:
         if found is not None:
             return kind, found.text if kind != "skipped" else found.get("message", "")
     return "passed", ""
+
+
+@triton.jit
+def _fma_kernel(x, y, z, out):
+    tl.store(out, tl.fma(tl.load(x), tl.load(y), tl.load(z)))
+
+
+def skip_unless_fma_is_exact() -> None:
+    """Skip what needs an FMA that rounds once: (1 + 2^-12)^2 - 1 has a term that a product rounded to FP32 loses."""
+    if DEVICE != "cpu":
+        return
+    x, out = torch.tensor([1 + 2.0**-12]), torch.zeros(1)
+    _fma_kernel[(1,)](x, x, torch.tensor([-1.0]), out)
+    if out.item() != 2.0**-11 + 2.0**-24:
+        pytest.skip(f"the interpreter of Triton {triton.__version__} rounds an FMA twice")
 
 
 class GuardedOutputs:

@@ -5,7 +5,7 @@ import support_interpreter
 import torch
 import triton
 import triton.language as tl
-from support_interpreter import DEVICE, same_bits
+from support_interpreter import DEVICE, same_bits, skip_unless_fma_is_exact
 
 from quads_kernels import launch, rounding
 from quads_ops import formats, nvfp4
@@ -83,12 +83,6 @@ def codes_kernel(x, g, codes, packed, scales, values, R: tl.constexpr, K: tl.con
     tl.store(values + r * K + k, tl.reshape(value, (R, K)))
 
 
-@triton.jit
-def fma_kernel(x, y, z, out, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(out + i, tl.fma(tl.load(x + i), tl.load(y + i), tl.load(z + i)))
-
-
 def around(points: torch.Tensor) -> torch.Tensor:
     """Each point and its two FP32 neighbours."""
     up, down = torch.tensor(INF), torch.tensor(-INF)
@@ -110,24 +104,14 @@ def poisoned(shape, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, 0xEE if dtype == torch.uint8 else NAN, dtype=dtype, device=DEVICE)
 
 
-def fma_is_exact() -> bool:
-    """Whether tl.fma rounds once here: (1 + 2^-12)^2 - 1 has a term that a product rounded to FP32 loses."""
-    if DEVICE != "cpu":
-        return True
-    x = torch.full((16,), 1 + 2.0**-12)
-    out = torch.zeros(16)
-    fma_kernel[(1,)](x, x, torch.full((16,), -1.0), out, 16)
-    return bool((out == 2.0**-11 + 2.0**-24).all())
-
-
 DIVISIONS = pytest.mark.parametrize("hw", [False, True], ids=["portable", "hardware"])
 """Both ways to divide. The one of GPUs needs an exact FMA, which the interpreter has since Triton 3.9."""
 
 
 def skip_unless_possible(hw: bool) -> None:
-    if hw and not fma_is_exact():
-        pytest.skip(f"the interpreter of Triton {triton.__version__} rounds an FMA twice")
-    if not hw and DEVICE != "cpu":
+    if hw:
+        skip_unless_fma_is_exact()
+    elif DEVICE != "cpu":
         pytest.skip("the portable way is for the interpreter only")
 
 
