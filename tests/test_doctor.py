@@ -9,6 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 import quads_recipe
 from quads_ops import compat
@@ -47,12 +48,25 @@ def test_exit_status_and_text_follow_the_findings(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
-def test_path_on_a_machine_without_gpu_is_emulated():
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    path = next(check for check in doctor.device() if check.name == "path")
-    assert "cpu" in path.found.lower() and "emulated" in path.found.lower()
+@pytest.mark.parametrize(
+    ("capability", "status", "text"),
+    [
+        (None, doctor.OK, "cpu emulated"),
+        ((7, 5), doctor.MISSING, "don't run"),
+        ((8, 0), doctor.NOTE, "emulated"),
+        ((9, 0), doctor.OK, "hopper emulated"),
+        ((10, 0), doctor.OK, "blackwell native"),
+        ((12, 0), doctor.OK, "blackwell native"),
+    ],
+)
+def test_path_follows_the_compute_capability(capability, status, text):
+    check = doctor.path(capability)
+    assert check.status == status and text in check.found
+
+
+def test_path_is_that_of_the_device_that_torch_sees():
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    assert next(check for check in doctor.device() if check.name == "path") == doctor.path(capability)
 
 
 def test_untried_version_is_missing_until_allowed(monkeypatch):

@@ -96,15 +96,28 @@ def device() -> Iterator[Check]:
     """The device that torch sees, and the path that would run on it."""
     import torch
 
-    from quads_ops import dispatch
-
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        name = f"{torch.cuda.get_device_name()} (sm_{major}{minor}), CUDA {torch.version.cuda}"
+        capability = torch.cuda.get_device_capability()
+        name = f"{torch.cuda.get_device_name()} (sm_{capability[0]}{capability[1]}), CUDA {torch.version.cuda}"
     else:
+        capability = None
         name = f"CPU, {os.cpu_count()} cores, {instruction_set()}"
     yield Check("device", OK, name)
-    yield Check("path", OK, dispatch.describe())
+    yield path(capability)
+
+
+def path(capability: tuple[int, int] | None) -> Check:
+    """Which NVFP4 path runs on a GPU of this compute capability, or on a CPU (None)."""
+    if capability is None:
+        return Check("path", OK, "cpu emulated: NVFP4 values, multiplied in ordinary precision")
+    if capability >= (10, 0):
+        return Check("path", OK, "blackwell native: NVFP4 tensor cores")
+    if capability >= (9, 0):
+        return Check("path", OK, "hopper emulated: NVFP4 values, multiplied by FP16 tensor cores")
+    if capability >= (8, 0):
+        return Check("path", NOTE, "emulated on a GPU older than Hopper, which was not tried")
+    remedy = "use a GPU of compute capability 8.0 or newer, or the CPU (CUDA_VISIBLE_DEVICES= VERL_PLATFORM=cpu)"
+    return Check("path", MISSING, "the Triton kernels don't run on this GPU", remedy)
 
 
 def instruction_set() -> str:
