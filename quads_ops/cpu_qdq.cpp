@@ -1,4 +1,4 @@
-// NVFP4 on a CPU: the arithmetic of nvfp4.py and residual.py, with one block of 16 elements in one vector.
+// NVFP4 on a CPU: the arithmetic of nvfp4.py, residual.py and receipt.py, with a block of 16 elements in one vector.
 // Vectors are GCC's (`vector_size`); it compiles them to whatever registers the machine has.
 // Must be compiled with -ffp-contract=off and without -ffast-math: results equal the torch definition in every bit.
 #include <cstdint>
@@ -341,6 +341,14 @@ template <class In> void amax_rows(const In *x, uint32_t *amax, int64_t rows, in
     }
 }
 
+// ---- receipts
+
+inline uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return z ^ (z >> 31);
+}
+
 }  // namespace
 
 // Inputs are FP32, or BF16 where `bf16` is set. All arrays are contiguous; k is a multiple of 16.
@@ -379,6 +387,26 @@ int quads_compensate(const void *x, int bf16, float *out, int keep_kind, const u
         return 0;
     } catch (const std::bad_alloc &) {
         return 1;
+    }
+}
+
+// codes_out and scales_out [matrices]: digests of packed[matrices, rows, 8 * blocks] and scales[matrices, rows, blocks],
+// which lie at (row0, block0) of a matrix with full_blocks blocks in a row
+void quads_digest(const uint8_t *packed, const uint8_t *scales, uint64_t *codes_out, uint64_t *scales_out,
+                  int64_t matrices, int64_t rows, int64_t blocks, int64_t row0, int64_t block0, int64_t full_blocks) {
+    for (int64_t m = 0; m < matrices; m++) {
+        uint64_t codes_sum = 0, scales_sum = 0;
+        for (int64_t row = 0; row < rows; row++) {
+            uint64_t index = (row0 + row) * full_blocks + block0 + 1;
+            int64_t at = (m * rows + row) * blocks;
+            for (int64_t b = 0; b < blocks; b++) {
+                uint64_t key = mix((index + b) * 0x9E3779B97F4A7C15);
+                codes_sum += mix(read<uint64_t>(packed + 8 * (at + b)) + key);
+                scales_sum += mix(scales[at + b] + key);
+            }
+        }
+        codes_out[m] = codes_sum;
+        scales_out[m] = scales_sum;
     }
 }
 

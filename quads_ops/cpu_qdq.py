@@ -29,6 +29,7 @@ _SIGNATURES = {
     "quads_quantize": [_pointer, _int, _pointer, _pointer, _pointer, _long, _long, _int],
     "quads_amax": [_pointer, _int, _pointer, _long, _long, _int],
     "quads_compensate": [_pointer, _int, _pointer, _int, _pointer, _pointer, _long, _pointer, _long, _long, _int],
+    "quads_digest": [_pointer, _pointer, _pointer, _pointer, _long, _long, _long, _long, _long, _long],
 }
 
 
@@ -131,6 +132,26 @@ def compensate(
     if sums is not stats:
         stats.copy_(sums)
     return out
+
+
+def digest(
+    packed: torch.Tensor, block_scales: torch.Tensor, row0: int, block0: int, full_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`receipt.digest` of [..., N, K/2] and [..., N, K/16], which lie at (row0, block0) of full_blocks blocks a row."""
+    packed, block_scales = packed.contiguous(), block_scales.contiguous()
+    codes, scales = (torch.empty(packed.shape[:-2], dtype=torch.int64) for _ in range(2))
+    _load()[0].quads_digest(
+        packed.data_ptr(),
+        block_scales.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        codes.numel(),
+        *block_scales.shape[-2:],
+        row0,
+        block0,
+        full_blocks,
+    )
+    return codes, scales
 
 
 def _source(x: torch.Tensor) -> torch.Tensor:

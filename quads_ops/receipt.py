@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from quads_ops import cpu_qdq
 from quads_ops.formats import BLOCK_SIZE
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -56,6 +57,8 @@ def digest(
             f"a shard of shape ({n}, {blocks * BLOCK_SIZE}) at ({row0}, {col0}) lies outside the matrix of shape "
             f"({full_n}, {full_k})"
         )
+    if cpu_qdq.takes(packed):
+        return cpu_qdq.digest(packed, block_scales, row0, col0 // BLOCK_SIZE, full_k // BLOCK_SIZE)
     # A block's 8 code bytes are one 64-bit number (the byte order of the machines this runs on is little-endian).
     lanes = packed.contiguous().view(torch.int64)
     codes = torch.zeros(packed.shape[:-2], dtype=torch.int64, device=packed.device)
