@@ -11,17 +11,19 @@ from quads_kernels.rounding import amax_last, global_scale_dec
 def source_blocks(order_ptr, expert, first, last, K, B: tl.constexpr):
     """int32 [B]: the source of destination blocks first .. last."""
     block = first + tl.arange(0, B)
-    if order_ptr is None:
-        return block
-    return tl.load(order_ptr + expert * (K // 16) + block, mask=block < last, other=0)
+    if order_ptr is not None:
+        block = tl.load(order_ptr + expert * (K // 16) + block, mask=block < last, other=0)
+    return block
 
 
 @triton.jit
 def row_range(offsets_ptr, expert, M):
     """The members of an expert: first, last (int32). Without experts, all rows."""
     if offsets_ptr is None:
-        return 0, M
-    return tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+        first, last = M * 0, M
+    else:
+        first, last = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    return first, last
 
 
 @triton.jit
@@ -29,9 +31,9 @@ def row_numbers(members_ptr, start, last, R: tl.constexpr):
     """Row numbers [R] of members start, start + 1, ..., and which of them exist."""
     member = start + tl.arange(0, R)
     ok = member < last
-    if members_ptr is None:
-        return member, ok
-    return tl.load(members_ptr + member, mask=ok, other=0), ok
+    if members_ptr is not None:
+        member = tl.load(members_ptr + member, mask=ok, other=0)
+    return member, ok
 
 
 @triton.jit
