@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from quads_ops import cpu_qdq
+from quads_ops.fake_quant_scales import is_gathered
 from quads_ops.weights import fake_quantize_weight
 
-# Elements quantized at a time: bounds the FP32 temporaries, and on a CPU keeps them in the cache.
+# Elements quantized at a time where torch does it: bounds the FP32 temporaries, and on a CPU keeps them in the cache.
 _CHUNK = {"cpu": 1 << 16}
 _DEFAULT_CHUNK = 1 << 25
 
@@ -49,6 +51,8 @@ def fake_quantized(sources: Sequence[Source], dtype: torch.dtype, *, recompute: 
 
 def fake_quantize(w: torch.Tensor, g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`fake_quantize_weight(w.to(dtype), g)` with bounded temporaries. w: [..., N, K]; g: FP32 [...]."""
+    if w.dtype == dtype and cpu_qdq.takes(w):  # compiled: it has none
+        return fake_quantize_weight(w, g)
     out = torch.empty(w.shape, dtype=dtype, device=w.device)
     matrices, scales = w.flatten(0, -3) if w.dim() > 2 else w.unsqueeze(0), g.reshape(-1)
     result = out.view(matrices.shape)
@@ -76,6 +80,10 @@ class _Recipe:
         self._kept: torch.Tensor | None = None
 
     def build(self) -> torch.Tensor:
+        if not is_gathered(self._weight, self._weight.shape):
+            raise RuntimeError(
+                f"a weight of shape {tuple(self._weight.shape)} is not gathered while it is needed: FSDP has freed it"
+            )
         return fake_quantize(self._weight, self._scale, self._dtype)
 
     def rebuild(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from quads_ops import fake_quant_recompute, nvfp4
 from quads_ops.fake_quant import convert
 from quads_ops.residual import compensate
 from quads_ops.targets import Targets
+from quads_ops.weights import fake_quantize_weight, weight_amax
 
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 CASES = [("qwen3", None), ("llama", None)] + [(f, impl) for f in support_models.MOE_FAMILIES for impl in EXPERTS]
@@ -150,6 +151,27 @@ def test_gradients_are_the_same_again_over_a_kept_graph():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_nothing_recomputed_outlives_its_module_s_backward(monkeypatch):
+    recipes = []
+
+    class Watched(fake_quant_recompute._Recipe):
+        def __init__(self, *args):
+            super().__init__(*args)
+            recipes.append(self)
+
+    monkeypatch.setattr(fake_quant_recompute, "_Recipe", Watched)
+    model = build("qwen3_moe", "eager")
+    convert(model, Targets("all_linear"), "w4a16")
+    kept = []
+    layers = model.model.layers
+    layers[0].register_full_backward_pre_hook(lambda *_: kept.append(sum(r._kept is not None for r in recipes)))
+    batch = support_models.tiny_batch()
+    model(batch, labels=batch).loss.backward(retain_graph=True)
+    assert len(recipes) == 12
+    assert kept == [0]  # layer 1 is done
+    assert not [r for r in recipes if r._kept is not None]
+
+
 def test_frozen_weights_pass_the_gradient_on():
     model = build("qwen3_moe", "eager")
     expected = rounded(model)
@@ -265,8 +287,7 @@ def test_w4a4_quantizes_activations_too(family):
 
 def test_fake_quantize_in_chunks_equals_the_whole(monkeypatch):
     monkeypatch.setitem(fake_quant_recompute._CHUNK, "cpu", 32 * 5)
-    from quads_ops.weights import fake_quantize_weight, weight_amax
-
+    monkeypatch.setattr(fake_quant_recompute.cpu_qdq, "takes", lambda x: False)
     for shape in [(7, 32), (3, 7, 32), (5, 2, 32)]:
         w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         g = nvfp4.global_scale_dec(weight_amax(w))
