@@ -57,7 +57,7 @@ PREFILL = {
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 256, 4, 3), Tile(128, 128, 128, 4, 4)),
     "native_sm120": (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 8, 3)),
 }
-INTERPRETER = Tile(64, 64, 64, 4, 1)
+INTERPRETER = Tile(64, 64, 128, 4, 1)
 
 
 def table_name(capability: int, native: bool) -> str:

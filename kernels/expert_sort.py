@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quads_kernels.launch import empty, require, require_tensor, start
+from quads_kernels import launch
 
 BLOCKS_PER_PROGRAM = 64
 
@@ -149,27 +149,29 @@ def sort_by_expert(
     """
     device = topk_ids.device
     integers = (torch.int32, torch.int64)
-    require_tensor("topk_ids", topk_ids, integers, device, (None, None))
-    require(topk_ids.is_contiguous(), "topk_ids must be contiguous; call .contiguous()")
+    launch.require_tensor("topk_ids", topk_ids, integers, device, (None, None))
+    launch.require(topk_ids.is_contiguous(), "topk_ids must be contiguous; call .contiguous()")
     if expert_map is not None:
-        require_tensor("expert_map", expert_map, integers, device, (None,))
+        launch.require_tensor("expert_map", expert_map, integers, device, (None,))
     pairs, width = topk_ids.numel(), triton.next_power_of_2(experts)
     chunk = min(max(16, 2**14 // width), 128)
     chunks, blocks = triton.cdiv(pairs, chunk), most_blocks(pairs, experts, block)
-    plan = SortedPairs(*(empty((size,), torch.int32, device) for size in (pairs, pairs, experts + 1, blocks, blocks)))
+    plan = SortedPairs(
+        *(launch.empty((size,), torch.int32, device) for size in (pairs, pairs, experts + 1, blocks, blocks))
+    )
     if not pairs:
         plan.offsets.zero_()
         return plan
     sizes = (pairs, 0 if expert_map is None else expert_map.numel(), experts)
     counts = totals = None
     if chunks > 1:
-        counts, totals = empty((chunks, width), torch.int32, device), empty((width,), torch.int32, device)
+        counts, totals = launch.empty((chunks, width), torch.int32, device), launch.empty((width,), torch.int32, device)
         tile = dict(CHUNK=chunk, EP=width, num_warps=4)
-        start(count_kernel, (chunks,), device, topk_ids, expert_map, counts, *sizes, **tile)
+        launch.start(count_kernel, (chunks,), device, topk_ids, expert_map, counts, *sizes, **tile)
         columns = min(width, 32)
         tile = dict(EP=width, EB=columns, CB=64, num_warps=4)
-        start(sum_chunks_kernel, (width // columns,), device, counts, totals, chunks, **tile)
-    start(
+        launch.start(sum_chunks_kernel, (width // columns,), device, counts, totals, chunks, **tile)
+    launch.start(
         place_kernel,
         (max(chunks, triton.cdiv(blocks, BLOCKS_PER_PROGRAM)),),
         device,

@@ -10,19 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from quads_kernels import configs
+from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm_decode import launch_decode
 from quads_kernels.gemm_epilogue import biased, scaled
 from quads_kernels.gemm_launch import (
+    SUM_NEEDS_EMULATED,
     check_out_dtype,
     check_rows,
     check_weight,
     gpu_name,
-    launch,
+    run,
 )
 from quads_kernels.gemm_loop import accumulate
-from quads_kernels.launch import FLOATS, capability, empty, require, require_tensor
 from quads_kernels.rounding import cast
 
 GROUP = 8
@@ -46,6 +46,7 @@ def w4a4_gemm_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GW_PER_ROW: tl.constexpr,
+    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
@@ -66,7 +67,7 @@ def w4a4_gemm_kernel(
     acc = tl.zeros((TM, TN), tl.float32)
     acc = accumulate(
         acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept,
-        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, r_ptr is not None, NATIVE, False, TM, TN, BK,
+        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, r_ptr is not None, SUM_RESIDUAL, NATIVE, False, TM, TN, BK, HW,
     )  # fmt: skip
     g = tl.load(g_ptr + m, mask=m_ok, other=0.0)
     out = scaled(acc, g, gw_ptr, n, n_ok, GW_PER_ROW, NATIVE)
@@ -81,6 +82,7 @@ def w4a4_gemm(
     *,
     out_dtype: torch.dtype,
     native: bool,
+    sum_residual: bool = False,
     bias: torch.Tensor | None = None,
     tile: configs.Tile | None = None,
     splits: int | None = None,
@@ -92,48 +94,53 @@ def w4a4_gemm(
         and `global_scale_dec` FP32: one number ([] or [1]) or one for each row of the weight ([N]).
     out_dtype: FP32, FP16 or BF16. bias: any of them, [N], added in FP32.
     native: multiply in the NVFP4 tensor core (Blackwell) instead of emulating.
+    sum_residual: emulated only: add activation and residual in FP16 and multiply once. Cheaper; errs by up to 2^-12 of
+        each summand where the sum needs more than 11 bits.
     tile, splits: override the choice of `quads_kernels.configs`; splits needs a tile with weights on the M side.
     Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
     """
     m, k, kept, device = check_rows(rows)
     n = check_weight(weight, (), k, device)
     _check_epilogue(weight.global_scale_dec, bias, out_dtype, n, device)
-    sm = capability(device)
+    launch.require(not (native and sum_residual), SUM_NEEDS_EMULATED)
+    sm = launch.capability(device)
     tile = tile or configs.choose_dense(sm, native, m, n, k, gpu_name(device))
     if native and sm:
         configs.check_native(tile, sm)
-    out = empty((m, n), out_dtype, device)
+    out = launch.empty((m, n), out_dtype, device)
+    if m == 0:
+        return out
     if tile.weights_on_m:
-        launch_decode(rows, kept, weight, bias, out, native, tile, splits)
+        launch_decode(rows, kept, weight, bias, out, tile, splits, NATIVE=native, SUM_RESIDUAL=sum_residual)
     else:
-        require(splits in (None, 1), f"splits={splits} needs a tile with weights on the M side, not {tile}")
-        _launch_prefill(rows, kept, weight, bias, out, native, tile)
+        launch.require(splits in (None, 1), f"splits={splits} needs a tile with weights on the M side, not {tile}")
+        _launch_prefill(rows, kept, weight, bias, out, tile, NATIVE=native, SUM_RESIDUAL=sum_residual)
     return out
 
 
-def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, native: bool, tile) -> None:
+def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, **form: bool) -> None:
     m, n = out.shape
-    launch(
+    run(
         w4a4_gemm_kernel,
         (triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.weights),),
         out.device,
-        native,
+        form["NATIVE"],
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec, bias, out,
         kept, m,
         N=n, K=2 * rows.packed.shape[1], GW_PER_ROW=weight.global_scale_dec.numel() > 1,
-        NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP,
+        **form, TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def _check_epilogue(gw: torch.Tensor, bias, out_dtype: torch.dtype, n: int, device: torch.device) -> None:
     check_out_dtype(out_dtype)
-    require_tensor("global_scale_dec of the weight", gw, torch.float32, device)
-    require(
+    launch.require_tensor("global_scale_dec of the weight", gw, torch.float32, device)
+    launch.require(
         gw.numel() == 1 or tuple(gw.shape) == (n,),
         f"global_scale_dec of the weight must hold one number, or one per row of the weight ({n}); "
         f"got shape {tuple(gw.shape)}",
     )
     if bias is not None:
-        require_tensor("bias", bias, FLOATS, device, (n,))
+        launch.require_tensor("bias", bias, launch.FLOATS, device, (n,))

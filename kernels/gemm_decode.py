@@ -10,12 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from quads_kernels import configs
+from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm_epilogue import biased, scaled
-from quads_kernels.gemm_launch import launch, processors
+from quads_kernels.gemm_launch import processors, run
 from quads_kernels.gemm_loop import accumulate
-from quads_kernels.launch import empty
 from quads_kernels.rounding import cast
 
 REDUCE_COLUMNS = 1024
@@ -39,6 +38,7 @@ def w4a4_decode_kernel(
     K: tl.constexpr,
     K_SHARE: tl.constexpr,
     GW_PER_ROW: tl.constexpr,
+    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
@@ -59,7 +59,8 @@ def w4a4_decode_kernel(
     acc = tl.zeros((TN, TM), tl.float32)
     acc = accumulate(
         acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept, w_ptr, ws_ptr, n.to(tl.int64), n_ok,
-        share * K_SHARE, min(share * K_SHARE + K_SHARE, K), K, r_ptr is not None, NATIVE, True, TM, TN, BK,
+        share * K_SHARE, min(share * K_SHARE + K_SHARE, K),
+        K, r_ptr is not None, SUM_RESIDUAL, NATIVE, True, TM, TN, BK, HW,
     )  # fmt: skip
     out = tl.trans(acc)
     at = out_ptr + rows[:, None] * N + n[None, :]
@@ -101,31 +102,31 @@ def add_shares_kernel(
     tl.store(out_ptr + m * N + n[None, :], cast(out, out_ptr.dtype.element_ty, HW), mask=n_ok[None, :])
 
 
-def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, native: bool, tile, splits) -> None:
+def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, splits, **form: bool) -> None:
     """Fill `out` [M, N]. Arguments are checked by `quads_kernels.gemm.w4a4_gemm`; splits: None for the default."""
     (m, n), k, device = out.shape, 2 * rows.packed.shape[1], out.device
     if splits is None:
         splits = configs.split_k(tile, m, n, k, processors(device))
     share = k if splits == 1 else triton.cdiv(triton.cdiv(k, splits), tile.k) * tile.k
     shares = triton.cdiv(k, share)
-    target = out if shares == 1 else empty((shares, m, n), torch.float32, device)
-    epilogue = dict(GW_PER_ROW=weight.global_scale_dec.numel() > 1, NATIVE=native)
-    launch(
+    target = out if shares == 1 else launch.empty((shares, m, n), torch.float32, device)
+    per_row = weight.global_scale_dec.numel() > 1
+    run(
         w4a4_decode_kernel,
         (triton.cdiv(n, tile.weights), triton.cdiv(m, tile.tokens), shares),
         device,
-        native,
+        form["NATIVE"],
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec, bias, target, kept, m,
         N=n, K=k, K_SHARE=min(share, k), TM=tile.tokens, TN=tile.weights, BK=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, **epilogue,
+        num_warps=tile.warps, num_stages=tile.stages, GW_PER_ROW=per_row, **form,
     )  # fmt: skip
     if shares > 1:
-        launch(
+        run(
             add_shares_kernel,
             (m, triton.cdiv(n, REDUCE_COLUMNS)),
             device,
             False,
             target, rows.global_scale_dec, weight.global_scale_dec, bias, out, m,
-            N=n, SHARES=shares, TN=REDUCE_COLUMNS, num_warps=4, **epilogue,
+            N=n, SHARES=shares, TN=REDUCE_COLUMNS, num_warps=4, GW_PER_ROW=per_row, NATIVE=form["NATIVE"],
         )  # fmt: skip

@@ -11,6 +11,8 @@ from quads_kernels.launch import FLOATS, HW, capability, require, require_k, req
 NATIVE_INSTRUCTION = "mxf4nvf4"
 """In the PTX of every kernel that multiplies NVFP4 in the tensor core."""
 
+SUM_NEEDS_EMULATED = "sum_residual adds in FP16 and needs the emulated form; native multiplies twice"
+
 
 def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
     """(M, K, blocks whose residual is kept, device) of quantized activations, or a ValueError naming what is wrong."""
@@ -46,7 +48,7 @@ def check_out_dtype(dtype: torch.dtype) -> None:
     require(dtype in FLOATS, f"out_dtype must be one of {FLOATS}, got {dtype}")
 
 
-def launch(kernel, grid: tuple[int, ...], device: torch.device, native: bool, *args, **constants) -> None:
+def run(kernel, grid: tuple[int, ...], device: torch.device, native: bool, *args, **constants) -> None:
     """Start a kernel. Raises RuntimeError where `native` compiled to something else: Triton falls back in silence."""
     if not all(grid):
         return

@@ -3,7 +3,11 @@
 `native` multiplies codes and E4M3 scales in the tensor core (`tl.dot_scaled`, Blackwell: PTX `kind::mxf4nvf4`).
 `emulated` expands codes to FP16 in registers, exactly, and uses an FP16 product with an FP32 accumulator. It reads
 codes as 32-bit words of eight and takes two of them per integer operation; the product runs over four interleaved
-quarters of the tile, which permutes K alike on both sides and so changes only the order of the sum.
+quarters of the tile, which permutes K alike on both sides and so changes only the order of the sum. With SUM_RESIDUAL
+it adds activation and residual in FP16 before one product instead of multiplying twice: half the work, but the sum is
+rounded to FP16 where it has more than 11 significant bits.
+
+HW: as in `quads_kernels.rounding`; here it says that inline assembly can be used.
 """
 
 import triton
@@ -24,16 +28,30 @@ def scales_f16(scales):
 
 
 @triton.jit
-def quarter_f16(words, scales, QUARTER: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr):
+def halves_f16(bits, HW: tl.constexpr):
+    """uint32 -> its low and its high half as FP16."""
+    if HW:
+        # The same as below in one instruction, which ptxas then removes; from shifts it makes two.
+        return tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [bits], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
+        )
+    low = bits.to(tl.uint16).to(tl.float16, bitcast=True)
+    return low, (bits >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def quarter_f16(words, scales, QUARTER: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, HW: tl.constexpr):
     """Nibbles QUARTER and QUARTER + 4 of every word, dequantized: FP16 [ROWS, BK/4], the value times 2^-10, exact.
 
     words: uint32 [ROWS, BK/8]. scales: FP16 [ROWS, BK/16] from `scales_f16`.
     """
-    nibbles = words >> (4 * QUARTER)
     # E2M1's exponent and mantissa, placed under FP16's, read as the value times 2^-14 (0.5 is subnormal in both).
-    bits = ((nibbles & 0x00070007) << 9) | ((nibbles & 0x00080008) << 12)
-    low = bits.to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (bits >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    if QUARTER < 3:
+        bits = (words << (9 - 4 * QUARTER)) & 0x0E000E00
+    else:
+        bits = (words >> 3) & 0x0E000E00
+    bits = bits | ((words << (12 - 4 * QUARTER)) & 0x80008000)
+    low, high = halves_f16(bits, HW)
     pairs = tl.reshape(tl.join(low, high), (ROWS, BK // 16, 4))
     return tl.reshape(pairs * scales[:, :, None], (ROWS, BK // 4))
 
@@ -68,11 +86,13 @@ def step(
     w,
     ws,
     HAS_RESIDUAL: tl.constexpr,
+    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     WEIGHTS_ON_M: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
     BK: tl.constexpr,
+    HW: tl.constexpr,
 ):
     """acc += x w^T (+ r w^T): the weight tile is expanded or handed over once and serves both products.
 
@@ -90,8 +110,13 @@ def step(
         if HAS_RESIDUAL:
             rs16 = scales_f16(rs)
         for quarter in tl.static_range(4):
-            w16 = quarter_f16(w, ws16, quarter, TN, BK)
-            acc = dot_f16(acc, quarter_f16(x, xs16, quarter, TM, BK), w16, WEIGHTS_ON_M)
+            w16 = quarter_f16(w, ws16, quarter, TN, BK, HW)
+            x16 = quarter_f16(x, xs16, quarter, TM, BK, HW)
             if HAS_RESIDUAL:
-                acc = dot_f16(acc, quarter_f16(r, rs16, quarter, TM, BK), w16, WEIGHTS_ON_M)
+                r16 = quarter_f16(r, rs16, quarter, TM, BK, HW)
+                if SUM_RESIDUAL:
+                    x16 += r16
+                else:
+                    acc = dot_f16(acc, r16, w16, WEIGHTS_ON_M)
+            acc = dot_f16(acc, x16, w16, WEIGHTS_ON_M)
     return acc

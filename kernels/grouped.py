@@ -8,14 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quads_kernels import configs
+from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.expert_sort import SortedPairs
 from quads_kernels.gemm_epilogue import scaled
-from quads_kernels.gemm_launch import check_out_dtype, check_rows, check_weight, launch
+from quads_kernels.gemm_launch import SUM_NEEDS_EMULATED, check_out_dtype, check_rows, check_weight, run
 from quads_kernels.gemm_loop import accumulate
-from quads_kernels.launch import capability, empty, require, require_tensor
-from quads_kernels.rounding import cast
+from quads_kernels.rounding import cast, to_fp32
 
 ADD_COLUMNS = 1024
 
@@ -40,6 +39,7 @@ def w4a4_grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     TOPK: tl.constexpr,
+    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     WEIGHTS_ON_M: tl.constexpr,
     TM: tl.constexpr,
@@ -71,7 +71,7 @@ def w4a4_grouped_kernel(
     acc = accumulate(
         acc, x_ptr, xs_ptr, source.to(tl.int64), row_ok, r_ptr, rs_ptr, kept,
         w_ptr + expert * (N * (K // 2)), ws_ptr + expert * (N * (K // 16)), n.to(tl.int64), n_ok,
-        0, K, K, r_ptr is not None, NATIVE, WEIGHTS_ON_M, TM, TN, BK,
+        0, K, K, r_ptr is not None, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW,
     )  # fmt: skip
     if WEIGHTS_ON_M:
         acc = tl.trans(acc)
@@ -94,7 +94,8 @@ def add_experts_kernel(
     total = tl.zeros((TN,), tl.float32)
     for t in range(TOPK):
         row = tl.load(place_ptr + m * TOPK + t).to(tl.int64)
-        total += tl.load(rows_ptr + row * N + n, mask=(n < N) & (row >= 0), other=0.0).to(tl.float32)
+        columns = tl.where(row < 0, 0, N)
+        total += to_fp32(tl.load(rows_ptr + row * N + n, mask=n < columns, other=0.0), HW)
     tl.store(out_ptr + m * N + n, cast(total, out_ptr.dtype.element_ty, HW), mask=n < N)
 
 
@@ -106,6 +107,7 @@ def grouped_gemm(
     *,
     out_dtype: torch.dtype,
     native: bool,
+    sum_residual: bool = False,
     topk: int = 0,
     pair_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -114,20 +116,22 @@ def grouped_gemm(
     rows: quantized tokens [M, K] with topk > 0, or sorted rows [P, K] with topk = 0.
     weight: `packed` uint8 [E, N, K/2], `block_scales` uint8 [E, N, K/16], `global_scale_dec` FP32 [E].
     plan: from `sort_by_expert` with block = tile.tokens. pair_weight: FP32 [P], the router's weights, or None.
+    sum_residual: as in `quads_kernels.gemm.w4a4_gemm`.
     Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
     """
     m, k, kept, device = check_rows(rows)
     experts, pairs = plan.offsets.numel() - 1, plan.place.numel()
     n = check_weight(weight, (experts,), k, device)
     check_out_dtype(out_dtype)
-    require_tensor("global_scale_dec of the experts", weight.global_scale_dec, torch.float32, device, (experts,))
-    require(m * max(topk, 1) == pairs, f"{m} rows with topk={topk} do not match the plan's {pairs} pairs")
+    launch.require_tensor("global_scale_dec of the experts", weight.global_scale_dec, torch.float32, device, (experts,))
+    launch.require(m * max(topk, 1) == pairs, f"{m} rows with topk={topk} do not match the plan's {pairs} pairs")
     if pair_weight is not None:
-        require_tensor("pair_weight", pair_weight, torch.float32, device, (pairs,))
-    if native and capability(device):
-        configs.check_native(tile, capability(device))
-    out = empty((pairs, n), out_dtype, device)
-    launch(
+        launch.require_tensor("pair_weight", pair_weight, torch.float32, device, (pairs,))
+    launch.require(not (native and sum_residual), SUM_NEEDS_EMULATED)
+    if native and launch.capability(device):
+        configs.check_native(tile, launch.capability(device))
+    out = launch.empty((pairs, n), out_dtype, device)
+    run(
         w4a4_grouped_kernel,
         (plan.block_expert.numel() * triton.cdiv(n, tile.weights),),
         device,
@@ -135,7 +139,7 @@ def grouped_gemm(
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec,
         plan.members, plan.offsets, plan.block_expert, plan.block_row, pair_weight, out, kept,
-        N=n, K=k, TOPK=topk, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
+        N=n, K=k, TOPK=topk, SUM_RESIDUAL=sum_residual, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
         TM=tile.tokens, TN=tile.weights, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -144,8 +148,8 @@ def grouped_gemm(
 def add_experts(rows: torch.Tensor, plan: SortedPairs, tokens: int, out_dtype: torch.dtype) -> torch.Tensor:
     """Sum over each token's experts: sorted rows [P, N] -> out_dtype [tokens, N]. Zero for a token with none here."""
     n, topk = rows.shape[1], plan.place.numel() // max(tokens, 1)
-    out = empty((tokens, n), out_dtype, rows.device)
-    launch(
+    out = launch.empty((tokens, n), out_dtype, rows.device)
+    run(
         add_experts_kernel,
         (tokens, triton.cdiv(n, ADD_COLUMNS)),
         rows.device,

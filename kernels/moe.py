@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from quads_kernels import activation, configs
+from quads_kernels import activation, configs, launch
 from quads_kernels.activation import Experts, Quantized
 from quads_kernels.expert_sort import sort_by_expert
 from quads_kernels.gemm_launch import gpu_name
 from quads_kernels.grouped import add_experts, grouped_gemm
-from quads_kernels.launch import capability, require, require_tensor
 
 
 class HiddenResidual(NamedTuple):
@@ -40,6 +39,7 @@ def fused_moe(
     native: bool,
     out_dtype: torch.dtype,
     hidden_dtype: torch.dtype,
+    sum_residual: bool = False,
     partial_dtype: torch.dtype = torch.float32,
     expert_map: torch.Tensor | None = None,
     tile: configs.Tile | None = None,
@@ -51,22 +51,26 @@ def fused_moe(
     topk_weights: FP32 [M, topk]. topk_ids: int32 or int64 [M, topk]; with expert_map (int32 [global experts], -1 for
         an expert of another rank) global numbers, else local ones. The result is this rank's share of the sum.
     hidden_dtype: of gate, up and their product. partial_dtype: of an expert's result before the sum, which is FP32.
+    sum_residual: as in `quads_kernels.gemm.w4a4_gemm`.
     Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
     """
     tokens, topk = topk_ids.shape
     device, experts = topk_ids.device, w13.packed.shape[0]
-    require_tensor("topk_weights", topk_weights, torch.float32, device, (tokens, topk))
-    require(w13.packed.shape[1] % 2 == 0, f"w13 holds gate and up rows, an even number; got {w13.packed.shape[1]}")
+    launch.require_tensor("topk_weights", topk_weights, torch.float32, device, (tokens, topk))
+    launch.require(
+        w13.packed.shape[1] % 2 == 0, f"w13 holds gate and up rows, an even number; got {w13.packed.shape[1]}"
+    )
     pairs = tokens * topk
     n, k = w13.packed.shape[1], 2 * w13.packed.shape[2]
-    sm = capability(device)
+    sm = launch.capability(device)
     tile = tile or configs.choose_grouped(sm, native, pairs, experts, n, k, gpu_name(device))
     plan = sort_by_expert(topk_ids, experts, tile.tokens, expert_map)
-    gate_up = grouped_gemm(rows, w13, plan, tile, out_dtype=hidden_dtype, native=native, topk=topk)
+    form = dict(native=native, sum_residual=sum_residual)
+    gate_up = grouped_gemm(rows, w13, plan, tile, out_dtype=hidden_dtype, topk=topk, **form)
     inner = activation.quantize(
         gate_up, swiglu=True, experts=Experts(plan.offsets), kept=hidden.kept, order=hidden.order, keep=hidden.keep,
         stats=hidden.stats,
     )  # fmt: skip
     weight = topk_weights.contiguous().view(-1)
-    partial = grouped_gemm(inner, w2, plan, tile, out_dtype=partial_dtype, native=native, pair_weight=weight)
+    partial = grouped_gemm(inner, w2, plan, tile, out_dtype=partial_dtype, pair_weight=weight, **form)
     return add_experts(partial, plan, tokens, out_dtype)

@@ -1,0 +1,135 @@
+"""The GEMM kernels that `quads_kernels.configs` may choose, for the compile report.
+
+Shapes are those of Qwen3-30B-A3B (hidden 2048, 128 experts of 768), and K = 2880, which no tile divides.
+"""
+
+from quads_kernels import configs
+from quads_kernels.configs import Tile
+from quads_kernels.expert_sort import BLOCKS_PER_PROGRAM, count_kernel, place_kernel, sum_chunks_kernel
+from quads_kernels.gemm import GROUP, w4a4_gemm_kernel
+from quads_kernels.gemm_decode import REDUCE_COLUMNS, add_shares_kernel, w4a4_decode_kernel
+from quads_kernels.grouped import ADD_COLUMNS, add_experts_kernel, w4a4_grouped_kernel
+from quads_kernels.variant import Variant
+
+ROW = {"x_ptr": "*u8", "xs_ptr": "*u8", "g_ptr": "*fp32"}
+RESIDUAL = {"r_ptr": "*u8", "rs_ptr": "*u8", "kept": "i32"}
+WEIGHT = {"w_ptr": "*u8", "ws_ptr": "*u8", "gw_ptr": "*fp32"}
+PLAN = {"members_ptr": "*i32", "offsets_ptr": "*i32", "block_expert_ptr": "*i32", "block_row_ptr": "*i32"}
+
+
+def variants(capability: int) -> list[Variant]:
+    """What runs on a device of this compute capability: native where it can be, emulated elsewhere."""
+    native = capability >= 100
+    found = [*_dense(capability, native), *_grouped(capability, native)]
+    if native:
+        # Emulated on Blackwell: only when asked for, to compare.
+        found += [_decode(_few(100, False)[0], True, False), _prefill(_many(100, False)[0], True, False)]
+    return found + _helpers()
+
+
+def _dense(capability: int, native: bool) -> list[Variant]:
+    few, many = _few(capability, native), _many(capability, native)
+    found = [_decode(tile, residual, native) for tile in few for residual in (False, True)]
+    found += [_prefill(tile, residual, native) for tile in many for residual in (False, True)]
+    found += [_decode(few[0], True, native, k=4096, share=1024), _decode(few[0], True, native, k=2880)]
+    found += [_prefill(many[0], True, native, k=2880, gw_per_row=True)]
+    return found
+
+
+def _grouped(capability: int, native: bool) -> list[Variant]:
+    tiles = _few(capability, native) + _many(capability, native)[:1]
+    found = [_experts_in(tile, residual, native) for tile in tiles for residual in (False, True)]
+    return found + [_experts_out(tile, native) for tile in (tiles[0], tiles[-1])]
+
+
+def _few(capability: int, native: bool) -> list[Tile]:
+    return [tile for size in configs.FEW_TOKENS for tile in configs.dense_candidates(capability, native, size)]
+
+
+def _many(capability: int, native: bool) -> list[Tile]:
+    return list(configs.dense_candidates(capability, native, 4096))
+
+
+def _name(kind: str, tile: Tile, residual: bool, native: bool, note: str = "") -> str:
+    side = ", weights on M" if tile.weights_on_m else ""
+    sizes = f"{tile.tokens}x{tile.weights}x{tile.k}, {tile.warps} warps, {tile.stages} stages{side}"
+    parts = [kind, "native" if native else "emulated", "residual" if residual else "plain", sizes, note]
+    return " | ".join(part for part in parts if part)
+
+
+def _operands(residual: bool) -> tuple[dict[str, str], dict[str, object]]:
+    """Types and constants of activations and weight."""
+    if residual:
+        return {**ROW, **RESIDUAL, **WEIGHT}, {}
+    return {**ROW, "kept": "i32", **WEIGHT}, {"r_ptr": None, "rs_ptr": None}
+
+
+def _tile(tile: Tile, native: bool) -> dict[str, object]:
+    return dict(SUM_RESIDUAL=False, NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, HW=True)
+
+
+def _prefill(tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False) -> Variant:
+    types, constants = _operands(residual)
+    constants |= dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP, **_tile(tile, native))
+    aligned = () if k % 256 else ("kept",)
+    return Variant(
+        _name("dense", tile, residual, native, "" if k == 2048 else f"K={k}"), w4a4_gemm_kernel,
+        {**types, "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages, native, aligned,
+    )  # fmt: skip
+
+
+def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0) -> Variant:
+    types, constants = _operands(residual)
+    constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, GW_PER_ROW=False, **_tile(tile, native))
+    note = f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
+    aligned = () if k % 256 else ("kept",)
+    out = "*fp32" if share else "*bf16"
+    return Variant(
+        _name("dense", tile, residual, native, note), w4a4_decode_kernel,
+        {**types, "out_ptr": out, "M": "i32"}, constants, tile.warps, tile.stages, native, aligned,
+    )  # fmt: skip
+
+
+def _experts_in(tile: Tile, residual: bool, native: bool) -> Variant:
+    """The first grouped product: tokens gathered, gate and up."""
+    types, constants = _operands(residual)
+    sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native))
+    constants |= dict(pair_weight_ptr=None, N=1536, K=2048, TOPK=8, **sides)
+    return Variant(
+        _name("experts gate|up", tile, residual, native), w4a4_grouped_kernel,
+        {**types, **PLAN, "out_ptr": "*bf16"}, constants, tile.warps, tile.stages, native, ("kept",),
+    )  # fmt: skip
+
+
+def _experts_out(tile: Tile, native: bool) -> Variant:
+    """The second: sorted rows, times the router's weight, FP32."""
+    types, constants = _operands(True)
+    constants |= dict(N=2048, K=768, TOPK=0, WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native))
+    return Variant(
+        _name("experts down", tile, True, native), w4a4_grouped_kernel,
+        {**types, **PLAN, "pair_weight_ptr": "*fp32", "out_ptr": "*fp32"}, constants, tile.warps, tile.stages, native,
+        ("kept",),
+    )  # fmt: skip
+
+
+def _helpers() -> list[Variant]:
+    sizes = {"P": "i32", "GLOBAL": "i32", "E": "i32"}
+    ids = {"ids_ptr": "*i64", "map_ptr": "*i32"}
+    plan = {"members_ptr": "*i32", "place_ptr": "*i32", **{name: PLAN[name] for name in list(PLAN)[1:]}}
+    place = dict(BLOCK=16, CHUNK=128, EP=128, BLOCKS_HERE=BLOCKS_PER_PROGRAM)
+    epilogue = dict(bias_ptr=None, N=2048, GW_PER_ROW=False, NATIVE=True, HW=True)
+    shares = {"partial_ptr": "*fp32", "g_ptr": "*fp32", "gw_ptr": "*fp32", "out_ptr": "*bf16", "M": "i32"}
+    return [
+        Variant("add shares of K", add_shares_kernel, shares,
+                dict(SHARES=4, TN=REDUCE_COLUMNS, **epilogue)),
+        Variant("add experts", add_experts_kernel,
+                {"rows_ptr": "*fp32", "place_ptr": "*i32", "out_ptr": "*bf16", "N": "i32"},
+                dict(TOPK=8, TN=ADD_COLUMNS, HW=True)),
+        Variant("sort: count", count_kernel, {**ids, "counts_ptr": "*i32", **sizes}, dict(CHUNK=128, EP=128)),
+        Variant("sort: sum chunks", sum_chunks_kernel, {"counts_ptr": "*i32", "totals_ptr": "*i32", "CHUNKS": "i32"},
+                dict(EP=128, EB=32, CB=64)),
+        Variant("sort: place", place_kernel,
+                {**ids, "before_ptr": "*i32", "totals_ptr": "*i32", **plan, **sizes, "BLOCKS": "i32"}, place),
+        Variant("sort: place, one chunk", place_kernel, {**ids, **plan, **sizes, "BLOCKS": "i32"},
+                dict(before_ptr=None, totals_ptr=None, **place)),
+    ]  # fmt: skip

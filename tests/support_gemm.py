@@ -1,0 +1,95 @@
+"""Operands, reference and error bound for the tests of W4A4 products."""
+
+from dataclasses import dataclass
+
+import support_interpreter
+import torch
+
+from quads_kernels import configs
+from quads_kernels.activation import Quantized
+from quads_ops import nvfp4
+from quads_ops.formats import BLOCK_SIZE
+from quads_ops.residual import token_scale
+from quads_ops.weights import PackedWeight, quantize_weight, weight_amax
+
+DEVICE = support_interpreter.DEVICE
+
+BOUND = 1e-6
+"""Largest error of a product against FP64, as a share of sum |x| |w|.
+
+Products are exact. Adding K of them in FP32 in any order errs by at most K 2^-24 of that sum; what adders and tensor
+cores do in practice grows like its square root (seen here: 6e-8). The epilogue adds three roundings.
+"""
+
+FORMS = ("few tokens", "many tokens")
+
+
+def tile(form: str, native: bool) -> configs.Tile:
+    """A tile of this form that runs where the tests run."""
+    tokens = 16 if form == "few tokens" else 4096
+    if DEVICE == "cpu":
+        return configs.INTERPRETER._replace(weights_on_m=form == "few tokens")
+    major, minor = torch.cuda.get_device_capability()
+    return configs.dense_candidates(10 * major + minor, native, tokens)[0]
+
+
+@dataclass
+class Activations:
+    rows: Quantized
+    values: torch.Tensor
+    """FP64 [M, K]: Xq + Rq, with the global scale"""
+
+
+def activations(m: int, k: int, kept: int) -> Activations:
+    """Heavy-tailed tokens with a few large channels; the residual of the first `kept` blocks is kept."""
+    x = torch.distributions.StudentT(4.0).sample((m, k)) * torch.where(torch.rand(k) < 0.05, 20.0, 1.0)
+    return quantized(x, kept)
+
+
+def quantized(x: torch.Tensor, kept: int) -> Activations:
+    x = x.float()
+    g = token_scale(x)
+    codes, scales = nvfp4.quantize(x, g)
+    values = nvfp4.unscaled(codes, scales).double()
+    parts = [g, None, nvfp4.pack(codes), scales, None, None]
+    if kept:
+        rest = (x - nvfp4.dequantize(codes, scales, g))[:, : kept * BLOCK_SIZE]
+        residual = nvfp4.quantize(rest, g)
+        values[:, : kept * BLOCK_SIZE] += nvfp4.unscaled(*residual).double()
+        parts[4:] = [nvfp4.pack(residual[0]), residual[1]]
+    rows = Quantized(*(None if part is None else part.to(DEVICE) for part in parts))
+    return Activations(rows, values * g.double()[:, None])
+
+
+def weight(*shape: int) -> PackedWeight:
+    """A random weight [..., N, K]."""
+    w = torch.randn(shape) * 0.05
+    packed = quantize_weight(w, nvfp4.global_scale_dec(weight_amax(w)))
+    return PackedWeight(*(part.to(DEVICE) for part in packed))
+
+
+def weight_values(packed: PackedWeight) -> torch.Tensor:
+    """FP64 [..., N, K] on the CPU."""
+    codes, scales, g = (part.cpu() for part in packed)
+    g = g[..., None] if g.dim() == codes.dim() - 1 else g[..., None, None]
+    return nvfp4.unscaled(nvfp4.unpack(codes), scales).double() * g.double()
+
+
+def assert_product(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, extra: torch.Tensor | float = 0.0) -> None:
+    """`out` is x w^T + extra within BOUND; x [M, K] and w [N, K] in FP64."""
+    expected = x @ w.t() + extra
+    allowed = BOUND * (x.abs() @ w.abs().t() + abs(extra))
+    error = (out.cpu().double() - expected).abs()
+    assert not out.isnan().any(), f"{int(out.isnan().sum())} elements of {out.numel()} are NaN"
+    worst = float((error / allowed.clamp(min=1e-300)).max()) if out.numel() else 0.0
+    assert (error <= allowed).all(), f"error of {worst:.3g} times the bound"
+
+
+def decoded(rows: Quantized, lines: slice, kept: int) -> torch.Tensor:
+    """FP64 [lines, K]: Xq + Rq of some rows, with the global scale."""
+    packed, scales, g = (part[lines].cpu() for part in (rows.packed, rows.block_scales, rows.global_scale_dec))
+    values = nvfp4.unscaled(nvfp4.unpack(packed), scales).double()
+    if kept:
+        codes, scales = rows.residual_packed[lines].cpu(), rows.residual_block_scales[lines].cpu()
+        values[:, : kept * BLOCK_SIZE] += nvfp4.unscaled(nvfp4.unpack(codes), scales).double()
+    return values * g.double()[:, None]

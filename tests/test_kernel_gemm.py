@@ -1,0 +1,178 @@
+"""The dense W4A4 product with residual: emulated, and native where the interpreter or the GPU can."""
+
+import pytest
+import support_dot_scaled
+import support_gemm
+import support_interpreter
+import torch
+from support_gemm import DEVICE, FORMS, activations, assert_product, weight, weight_values
+
+from quads_kernels.gemm import w4a4_gemm
+from quads_ops.weights import PackedWeight
+
+in_interpreter = support_interpreter.fixture()
+
+BACKENDS = ("emulated", "native")
+
+
+@pytest.fixture
+def native(request, monkeypatch) -> bool:
+    if request.param == "native" and (support_interpreter.INTERPRETED or DEVICE != "cpu"):
+        support_dot_scaled.repair(monkeypatch)
+    return request.param == "native"
+
+
+backends = pytest.mark.parametrize("native", BACKENDS, indirect=True)
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def multiply(a, w, form="few tokens", native=False, out_dtype=torch.float32, **options) -> torch.Tensor:
+    tile = support_gemm.tile(form, native)
+    return w4a4_gemm(a.rows, w, out_dtype=out_dtype, native=native, tile=tile, **options)
+
+
+@backends
+@forms
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kept"),
+    [(1, 40, 16, 1), (7, 33, 48, 2), (63, 80, 256, 8), (130, 70, 320, 7), (5, 64, 512, 0), (2, 65, 2880, 90)],
+)
+def test_equals_fp64_within_the_bound(native, form, m, n, k, kept, monkeypatch):
+    guard = support_interpreter.GuardedOutputs(monkeypatch)
+    a, w = activations(m, k, kept), weight(n, k)
+    assert_product(multiply(a, w, form, native), a.values, weight_values(w))
+    guard.check_margins()
+
+
+@backends
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_shares_of_k_add_up(native, splits):
+    # Three shares of 640 are 256, 256, 128; the residual ends inside the first.
+    a, w, bias = activations(5, 640, 10), weight(40, 640), torch.randn(40)
+    out = multiply(a, w, native=native, splits=splits, bias=bias.to(DEVICE))
+    assert_product(out, a.values, weight_values(w), bias.double())
+
+
+def test_the_same_inputs_give_the_same_bits():
+    a, w = activations(7, 512, 20), weight(48, 512)
+    first, second = (multiply(a, w, splits=4) for _ in range(2))
+    support_interpreter.same_bits(first, second)
+
+
+@forms
+def test_a_token_does_not_depend_on_its_neighbours(form):
+    w = weight(48, 256)
+    together = activations(9, 256, 8)
+    rows = together.rows
+    alone = rows._replace(**{name: part[4:5] for name, part in rows._asdict().items() if part is not None})
+    tile = support_gemm.tile(form, False)
+    out = [w4a4_gemm(x, w, out_dtype=torch.float32, native=False, tile=tile) for x in (rows, alone)]
+    support_interpreter.same_bits(out[0][4:5], out[1])
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_output_is_the_fp32_result_rounded_once(form, dtype):
+    a, w, bias = activations(9, 96, 3), weight(33, 96), torch.randn(33).to(dtype).to(DEVICE)
+    exact = multiply(a, w, form, bias=bias)
+    support_interpreter.same_bits(multiply(a, w, form, out_dtype=dtype, bias=bias), exact.to(dtype))
+
+
+@forms
+def test_weight_rows_may_have_their_own_scales(form):
+    a, w = activations(6, 64, 2), weight(40, 64)
+    g = torch.rand(40) + 0.5
+    w = PackedWeight(w.packed, w.block_scales, g.to(DEVICE))
+    assert_product(multiply(a, w, form), a.values, weight_values(w))
+
+
+@forms
+def test_plain_equals_a_residual_of_zeros(form):
+    a, w = activations(6, 128, 0), weight(40, 128)
+    codes, scales = torch.zeros(6, 5 * 8, dtype=torch.uint8), torch.zeros(6, 5, dtype=torch.uint8)
+    zeros = a.rows._replace(residual_packed=codes.to(DEVICE), residual_block_scales=scales.to(DEVICE))
+    plain = multiply(a, w, form)
+    support_interpreter.same_bits(multiply(support_gemm.Activations(zeros, a.values), w, form), plain)
+
+
+@backends
+@forms
+def test_a_token_with_nan_spoils_only_itself(native, form):
+    x = torch.randn(6, 64)
+    x[2, 5] = torch.nan
+    x[4, 60] = torch.inf
+    a, w = support_gemm.quantized(x, 4), weight(40, 64)
+    out = multiply(a, w, form, native).cpu()
+    assert out[[2, 4]].isnan().all()
+    healthy = [0, 1, 3, 5]
+    assert_product(out[healthy], a.values[healthy], weight_values(w))
+
+
+@forms
+def test_extreme_scales_do_not_overflow_on_the_way(form):
+    x = torch.randn(4, 64) * torch.tensor([[1e-30], [1e-20], [1e25], [1e33]])
+    a, w = support_gemm.quantized(x, 4), weight(40, 64)
+    assert_product(multiply(a, w, form), a.values, weight_values(w))
+
+
+def test_every_code_and_scale_is_decoded_exactly():
+    """All 16 codes under all 127 scales, times a weight of ones: sums of one block, so no rounding at all."""
+    codes = torch.arange(16, dtype=torch.uint8).expand(127, 16)
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].contiguous()
+    from quads_ops import nvfp4
+
+    rows = support_gemm.Quantized(torch.ones(127), None, nvfp4.pack(codes), scales, None, None)
+    rows = rows._replace(**{name: part.to(DEVICE) for name, part in rows._asdict().items() if part is not None})
+    # Row j of the weight is 1 (code 2, scale byte 0x38) at k = j and 0 elsewhere: the product reads out x.
+    ones = nvfp4.pack(torch.eye(16, dtype=torch.uint8) * 2)
+    w = PackedWeight(ones, torch.full((16, 1), 0x38, dtype=torch.uint8), torch.ones(()))
+    w = PackedWeight(*(part.to(DEVICE) for part in w))
+    for form in FORMS:
+        out = multiply(support_gemm.Activations(rows, torch.empty(0)), w, form)
+        assert torch.equal(out.cpu(), nvfp4.unscaled(codes, scales))
+
+
+def test_no_tokens():
+    a, w = activations(0, 64, 2), weight(40, 64)
+    assert multiply(a, w).shape == (0, 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, w: (a._replace(packed=a.packed[:, :-1]), w), "multiple of 16"),
+        (lambda a, w: (a._replace(packed=None), w), "packed=True"),
+        (lambda a, w: (a._replace(block_scales=a.block_scales.float()), w), "must be torch.uint8"),
+        (lambda a, w: (a._replace(residual_block_scales=a.block_scales), w), "residual_block_scales must have shape"),
+        (lambda a, w: (a._replace(global_scale_dec=a.global_scale_dec[:2]), w), "global_scale_dec of the activations"),
+        (lambda a, w: (a, w._replace(packed=w.packed[:, :8])), "packed weight must have shape"),
+        (lambda a, w: (a, w._replace(packed=w.packed.t().contiguous().t())), "must be contiguous"),
+        (lambda a, w: (a, w._replace(global_scale_dec=torch.ones(3, device=DEVICE))), "one per row"),
+    ],
+)
+def test_wrong_operands_are_named(change, message):
+    rows, w = change(activations(4, 64, 2).rows, weight(40, 64))
+    with pytest.raises(ValueError, match=message):
+        w4a4_gemm(rows, w, out_dtype=torch.float32, native=False)
+
+
+def test_wrong_options_are_named():
+    a, w = activations(4, 64, 2), weight(40, 64)
+    with pytest.raises(ValueError, match="out_dtype"):
+        multiply(a, w, out_dtype=torch.int32)
+    with pytest.raises(ValueError, match="weights on the M side"):
+        multiply(a, w, "many tokens", splits=2)
+    with pytest.raises(ValueError, match="bias must have shape"):
+        multiply(a, w, bias=torch.ones(3, device=DEVICE))
+
+
+@pytest.mark.skipif(not support_interpreter.INTERPRETED, reason="about Triton's interpreter")
+def test_the_interpreter_still_needs_its_repair(monkeypatch):
+    """When this fails, Triton decodes E4M3 scales itself: remove tests/support_dot_scaled.py."""
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, support_dot_scaled.NAME):
+        pytest.skip("no dot_scaled in this interpreter")
+    a, w = activations(4, 64, 2), weight(40, 64)
+    with pytest.raises(AssertionError, match="times the bound"):
+        assert_product(multiply(a, w, native=True), a.values, weight_values(w))

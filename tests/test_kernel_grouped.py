@@ -1,0 +1,211 @@
+"""Routed experts: sorting pairs, the grouped products, and both together with SwiGLU and quantization in between."""
+
+import pytest
+import support_dot_scaled
+import support_gemm
+import support_interpreter
+import torch
+from support_gemm import DEVICE, FORMS, activations, assert_product, weight, weight_values
+
+from quads_kernels import moe
+from quads_kernels.expert_sort import SortedPairs, most_blocks, sort_by_expert
+from quads_kernels.grouped import add_experts, grouped_gemm
+from quads_ops import moe_reference
+
+in_interpreter = support_interpreter.fixture()
+
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def routing(tokens: int, topk: int, experts: int) -> torch.Tensor:
+    """int32 [tokens, topk]: different experts for each token."""
+    ids = [torch.randperm(experts)[:topk] for _ in range(tokens)]
+    return torch.stack(ids).int() if ids else torch.zeros(0, topk, dtype=torch.int32)
+
+
+def half_of(experts: int) -> torch.Tensor:
+    """int32 [experts]: an expert map that keeps every other expert, in shuffled order."""
+    expert_map = torch.full((experts,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(experts)[: experts // 2]] = torch.arange(experts // 2, dtype=torch.int32)
+    return expert_map
+
+
+def on_device(*tensors):
+    return tuple(None if tensor is None else tensor.to(DEVICE) for tensor in tensors)
+
+
+# -- sorting
+
+
+@pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "block", "mapped"),
+    [
+        (1, 8, 128, 16, False),  # one chunk of pairs
+        (16, 8, 128, 16, False),  # exactly one chunk
+        (3, 1, 1, 16, False),
+        (5, 2, 4, 16, True),
+        (300, 8, 128, 64, True),
+        (40, 10, 500, 16, False),  # many experts: smaller chunks
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sorting_equals_a_stable_sort(tokens, topk, experts, block, mapped, dtype, monkeypatch):
+    guard = support_interpreter.GuardedOutputs(monkeypatch)
+    ids, expert_map = routing(tokens, topk, experts), half_of(experts) if mapped else None
+    ids[0, 0] = -1  # a pair that the router left out
+    here = experts // 2 if mapped else experts
+    plan = sort_by_expert(ids.to(DEVICE).to(dtype), here, block, *on_device(expert_map))
+    guard.check_margins()
+    plan = SortedPairs(*(part.cpu() for part in plan))
+
+    local = moe_reference.local_experts(ids, expert_map).flatten()
+    members = torch.argsort(torch.where(local < 0, experts, local), stable=True)[: int((local >= 0).sum())]
+    place = torch.full_like(local, -1)
+    place[members] = torch.arange(len(members))
+    counts = torch.bincount(local[local >= 0], minlength=here)
+    assert plan.members[: len(members)].tolist() == members.tolist()
+    assert plan.place.tolist() == place.tolist()
+    assert plan.offsets.tolist() == [0, *counts.cumsum(0).tolist()]
+    blocks = [(e, int(plan.offsets[e]) + row) for e in range(here) for row in range(0, int(counts[e]), block)]
+    assert list(zip(plan.block_expert.tolist(), plan.block_row.tolist(), strict=True))[: len(blocks)] == blocks
+    assert plan.block_expert[len(blocks) :].eq(-1).all()
+
+
+def test_ids_out_of_range_are_left_out():
+    ids = torch.tensor([[0, 7], [3, 99]], dtype=torch.int32, device=DEVICE)
+    assert sort_by_expert(ids, 4, 16).place.tolist() == [0, -1, 1, -1]
+    expert_map = torch.tensor([1, 0, -1, 9], dtype=torch.int32, device=DEVICE)
+    assert sort_by_expert(ids, 4, 16, expert_map).place.tolist() == [0, -1, -1, -1]
+
+
+def test_the_grid_covers_the_worst_routing():
+    for pairs, experts, block in [(8, 128, 16), (128, 128, 16), (1000, 8, 64), (33, 2, 16), (1, 1, 128)]:
+        # Worst: as many experts as possible have one pair more than full blocks.
+        used = min(pairs, experts)
+        counts = [1 + (pairs - used) // block // used * block] * used
+        for i in range((pairs - sum(counts)) // block):
+            counts[i % used] += block
+        assert sum(-(-count // block) for count in counts) <= most_blocks(pairs, experts, block)
+    assert most_blocks(128, 128, 16) == 128
+
+
+# -- the grouped product
+
+
+@pytest.mark.parametrize("native", [False, True])
+@forms
+@pytest.mark.parametrize("mapped", [False, True])
+def test_grouped_product_equals_fp64_within_the_bound(native, form, mapped, monkeypatch):
+    if native:
+        support_dot_scaled.repair(monkeypatch)
+    tokens, topk, experts, n, k = 9, 3, 8, 40, 144
+    ids, expert_map = routing(tokens, topk, experts), half_of(experts) if mapped else None
+    here = experts // 2 if mapped else experts
+    ids[:, 0] = 5 if not mapped else int(expert_map.argmax())  # one expert has every token
+    w, a, pair_weight = weight(here, n, k), activations(tokens, k, 4), torch.rand(tokens * topk)
+    tile = support_gemm.tile(form, native)
+    guard = support_interpreter.GuardedOutputs(monkeypatch)
+    plan = sort_by_expert(ids.to(DEVICE), here, tile.tokens, *on_device(expert_map))
+    options = dict(out_dtype=torch.float32, native=native, topk=topk)
+    out = grouped_gemm(a.rows, w, plan, tile, pair_weight=pair_weight.to(DEVICE), **options).cpu()
+    guard.check_margins()
+
+    members, offsets = plan.members.cpu(), plan.offsets.tolist()
+    values = weight_values(w)
+    for expert in range(here):
+        pairs = members[offsets[expert] : offsets[expert + 1]].long()
+        x = a.values[pairs // topk] * pair_weight[pairs, None].double()
+        assert_product(out[offsets[expert] : offsets[expert + 1]], x, values[expert])
+    assert out[offsets[-1] :].isnan().all(), "rows of no expert were written"
+
+
+def test_adding_experts_is_the_ordered_fp32_sum(monkeypatch):
+    guard = support_interpreter.GuardedOutputs(monkeypatch)
+    ids = routing(7, 4, 8)
+    ids[2] = -1  # a token without experts here
+    plan = sort_by_expert(ids.to(DEVICE), 8, 16)
+    rows = torch.randn(28, 1100, device=DEVICE)
+    rows[plan.offsets[-1] :] = torch.nan
+    place = plan.place.view(7, 4)
+    expected = torch.zeros(7, 1100, device=DEVICE)
+    for slot in range(4):
+        here = place[:, slot] >= 0
+        expected[here] += rows[place[here, slot].long()]
+    for dtype in (torch.float32, torch.bfloat16):
+        support_interpreter.same_bits(add_experts(rows, plan, 7, dtype), expected.to(dtype))
+    guard.check_margins()
+
+
+# -- all of it
+
+
+def stages(a, w13, w2, weights, ids, expert_map, hidden, form, native):
+    """`fused_moe` with what its steps hand on: (out, gate|up, the quantized product, rows before the sum)."""
+    seen = {}
+
+    def spy(name, function):
+        def call(*args, **kwargs):
+            seen.setdefault(name, []).append(function(*args, **kwargs))
+            return seen[name][-1]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "grouped_gemm", spy("gemm", moe.grouped_gemm))
+        patch.setattr(moe.activation, "quantize", spy("quantize", moe.activation.quantize))
+        patch.setattr(moe, "sort_by_expert", spy("sort", moe.sort_by_expert))
+        out = moe.fused_moe(
+            a.rows, w13, w2, weights.to(DEVICE), ids.to(DEVICE), hidden=hidden, native=native, out_dtype=torch.float32,
+            hidden_dtype=torch.bfloat16, expert_map=expert_map, tile=support_gemm.tile(form, native),
+        )  # fmt: skip
+    return out.cpu(), *seen["gemm"], *seen["quantize"], *seen["sort"]
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    ("form", "tokens", "kept13", "kept2", "mapped"),
+    [
+        ("few tokens", 1, 6, 3, False),
+        ("few tokens", 5, 0, 0, False),
+        ("few tokens", 5, 3, 2, True),
+        ("many tokens", 70, 3, 5, False),
+    ],
+)
+def test_fused_experts_step_by_step(native, form, tokens, kept13, kept2, mapped, monkeypatch):
+    """Each step against its reference on the very values that the step before handed on."""
+    if native:
+        support_dot_scaled.repair(monkeypatch)
+    experts, topk, hidden, inner = 6, 2, 96, 80
+    ids, weights = routing(tokens, topk, experts), torch.rand(tokens, topk)
+    expert_map = half_of(experts) if mapped else None
+    here = experts // 2 if mapped else experts
+    w13, w2 = weight(here, 2 * inner, hidden), weight(here, hidden, inner)
+    a = activations(tokens, hidden, kept13)
+    form2 = moe.HiddenResidual(kept2)
+    out, gate_up, down, rows, plan = stages(
+        a, w13, w2, weights, ids, *on_device(expert_map), form2, form, native
+    )  # fmt: skip
+    members, offsets, place = plan.members.cpu().long(), plan.offsets.tolist(), plan.place.cpu().view(tokens, topk)
+    gate_up, down = gate_up.cpu(), down.cpu()
+    if native and not support_interpreter.INTERPRETED:
+        pytest.skip("stage references below are for the interpreter's fixed tile")
+    for expert in range(here):
+        mine = slice(offsets[expert], offsets[expert + 1])
+        # The first product, rounded to BF16.
+        exact = a.values[members[mine] // topk] @ weight_values(w13)[expert].t()
+        assert (gate_up[mine].double() - exact).abs().le(exact.abs() * 2**-8 + 1e-5).all()
+        # The second product, of what was quantized.
+        x = support_gemm.decoded(rows, mine, kept2) * weights.flatten()[members[mine], None].double()
+        assert_product(down[mine], x, weight_values(w2)[expert])
+    # What was quantized is SwiGLU of the first product.
+    total = offsets[-1]
+    expected = support_gemm.quantized(moe_reference.swiglu(gate_up[:total]), kept2)
+    assert (support_gemm.decoded(rows, slice(0, total), kept2) - expected.values).abs().le(
+        expected.values.abs().amax(-1, keepdim=True) * 0.01
+    ).float().mean() > 0.99
+    # The sum.
+    expected = torch.zeros(tokens, hidden)
+    for slot in range(topk):
+        found = place[:, slot] >= 0
+        expected[found] += down[place[found, slot].long()]
+    support_interpreter.same_bits(out, expected)
