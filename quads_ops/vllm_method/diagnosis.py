@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from quads_ops.settings import SettingsError
 from quads_ops.vllm_method.compensation import Compensation
-from quads_ops.vllm_method.projection import projections
+from quads_ops.vllm_method.projection import Projection, projections
 from quads_ops.vllm_method.reload import rac_summary, settle
 
 
@@ -26,6 +26,21 @@ class QuadsDiagnosis:
                 entry |= projection.compensation.describe()
             state[f"{projection.layer_name} ({projection.stem})"] = entry
         return state
+
+    def quads_masks(self) -> list[dict[str, object]]:
+        """The residual compensation in force: an entry for every quantized input, of plain values.
+
+        - `module`, `stem`: which input
+        - `residual`: `none`, `all`, `token` (chosen anew for each) or `mask`; `ratio`, `granularity`
+        - `first`, `columns`, `k`: this worker's part of K, and the whole
+        - `experts`: global index of the expert that each mask belongs to, or None: one mask
+        - `mask`: bytes of bool [masks, entries]; only where `residual` is `mask`
+        """
+        return [
+            mask_entry(projection)
+            for projection in projections(self.model_runner.get_model())
+            if projection.compensation is not None
+        ]
 
     def quads_refresh_masks(self) -> dict[str, float | bool | None]:
         """Choose masks from the statistics gathered so far, as a weight sync does."""
@@ -52,3 +67,28 @@ class QuadsDiagnosis:
         for projection in projections(self.model_runner.get_model()):
             if projection.compensation is not None:
                 yield projection.compensation
+
+
+def mask_entry(projection: Projection) -> dict[str, object]:
+    """One entry of `quads_masks`."""
+    compensation, shard = projection.compensation, projection.shards[0]
+    settings = compensation.settings
+    if settings.ratio in (0, 1):
+        residual = "all" if settings.ratio else "none"
+    else:
+        residual = "mask" if settings.scope == "step" else "token"
+    experts = None
+    if compensation.experts is not None:
+        experts = [int(s.name.split(".")[-2]) for s in projection.shards]
+    return {
+        "module": projection.layer_name,
+        "stem": projection.stem,
+        "residual": residual,
+        "ratio": settings.ratio,
+        "granularity": settings.granularity,
+        "first": shard.col0,
+        "columns": shard.columns,
+        "k": shard.full_shape[1],
+        "experts": experts,
+        "mask": compensation.mask.cpu().numpy().tobytes() if residual == "mask" else None,
+    }
