@@ -112,12 +112,6 @@ inline Floats pair_of(const Floats &v, int j) {
 
 #endif
 
-inline uint32_t largest_lane(Bits m) {
-    uint32_t largest = 0;
-    for (int i = 0; i < BLOCK; i++) largest = m[i] > largest ? m[i] : largest;
-    return largest;
-}
-
 // ---- NVFP4
 
 inline float finite_or_nan(uint32_t magnitude) { return float_of(magnitude < EXPONENT ? magnitude : CANONICAL_NAN); }
@@ -227,13 +221,24 @@ template <class In> void quantize_row(const In *x, uint8_t *packed, uint8_t *sca
     });
 }
 
+inline Bits magnitudes(const float *x) { return read<Bits>(x) & MAGNITUDE; }
+inline Halves magnitudes(const bfloat16 *x) { return read<Halves>(x) & 0x7FFF; }
+inline uint32_t as_float_bits(uint32_t magnitude) { return magnitude; }
+inline uint32_t as_float_bits(uint16_t magnitude) { return uint32_t(magnitude) << 16; }
+
+// Bits of the largest magnitude. BF16 is compared as it is: its order is that of the upper halves of FP32.
 template <class In> uint32_t amax_row(const In *x, int64_t n) {
-    Bits m = {};
-    int64_t i = 0;
-    for (; i + BLOCK <= n; i += BLOCK) m = larger(m, bits(load(x + i)) & MAGNITUDE);
-    In rest[BLOCK] = {};
-    memcpy(rest, x + i, (n - i) * sizeof(In));
-    return largest_lane(larger(m, bits(load(rest)) & MAGNITUDE));
+    In tail[BLOCK] = {};
+    int64_t whole = n / BLOCK * BLOCK;
+    memcpy(tail, x + whole, (n - whole) * sizeof(In));
+    auto largest = magnitudes(tail);
+    for (int64_t i = 0; i < whole; i += BLOCK) {
+        auto m = magnitudes(x + i);
+        largest = m > largest ? m : largest;
+    }
+    auto lane = largest[0];
+    for (int i = 1; i < BLOCK; i++) lane = largest[i] > lane ? largest[i] : lane;
+    return as_float_bits(lane);
 }
 
 // ---- residual compensation
