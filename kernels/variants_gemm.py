@@ -18,27 +18,34 @@ PLAN = {"members_ptr": "*i32", "offsets_ptr": "*i32", "block_expert_ptr": "*i32"
 
 
 def variants(capability: int) -> list[Variant]:
-    """What runs on a device of this compute capability: native where it can be, emulated elsewhere."""
+    """What runs on a device of this compute capability: native where it can be, emulated elsewhere.
+
+    Every tile with residual; without it, which needs fewer registers, only the first and the last. The small kernels do
+    not depend on the tensor core, and are compiled for one architecture before Blackwell and one from there on.
+    """
     native = capability >= 100
     found = [*_dense(capability, native), *_grouped(capability, native)]
+    few, many = _few(capability, False)[0], _many(capability, False)[0]
     if native:
         # Emulated on Blackwell: only when asked for, to compare.
-        found += [_decode(_few(100, False)[0], True, False), _prefill(_many(100, False)[0], True, False)]
-    return found + _helpers()
+        found += [_decode(few, True, False), _prefill(many, True, False)]
+    if capability == 90:
+        found += [_decode(few, True, False, sum_residual=True), _prefill(many, True, False, sum_residual=True)]
+    return found + (_helpers() if capability in (90, 100) else [])
 
 
 def _dense(capability: int, native: bool) -> list[Variant]:
     few, many = _few(capability, native), _many(capability, native)
-    found = [_decode(tile, residual, native) for tile in few for residual in (False, True)]
-    found += [_prefill(tile, residual, native) for tile in many for residual in (False, True)]
+    found = [_decode(few[0], False, native), _prefill(many[0], False, native)]
+    found += [_decode(tile, True, native) for tile in few] + [_prefill(tile, True, native) for tile in many]
     found += [_decode(few[0], True, native, k=4096, share=1024), _decode(few[0], True, native, k=2880)]
-    found += [_prefill(many[0], True, native, k=2880, gw_per_row=True)]
-    return found
+    return found + [_prefill(many[0], True, native, k=2880, gw_per_row=True)]
 
 
 def _grouped(capability: int, native: bool) -> list[Variant]:
     tiles = _few(capability, native) + _many(capability, native)[:1]
-    found = [_experts_in(tile, residual, native) for tile in tiles for residual in (False, True)]
+    found = [_experts_in(tile, False, native) for tile in (tiles[0], tiles[-1])]
+    found += [_experts_in(tile, True, native) for tile in tiles]
     return found + [_experts_out(tile, native) for tile in (tiles[0], tiles[-1])]
 
 
@@ -64,24 +71,31 @@ def _operands(residual: bool) -> tuple[dict[str, str], dict[str, object]]:
     return {**ROW, "kept": "i32", **WEIGHT}, {"r_ptr": None, "rs_ptr": None}
 
 
-def _tile(tile: Tile, native: bool) -> dict[str, object]:
-    return dict(SUM_RESIDUAL=False, NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, HW=True)
+def _tile(tile: Tile, native: bool, sum_residual: bool = False) -> dict[str, object]:
+    return dict(SUM_RESIDUAL=sum_residual, NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, HW=True)
 
 
-def _prefill(tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False) -> Variant:
+def _prefill(
+    tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False, sum_residual: bool = False
+) -> Variant:
     types, constants = _operands(residual)
-    constants |= dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP, **_tile(tile, native))
+    constants |= dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP)
+    constants |= _tile(tile, native, sum_residual)
+    note = "FP16 sum" if sum_residual else "" if k == 2048 else f"K={k}"
     aligned = () if k % 256 else ("kept",)
     return Variant(
-        _name("dense", tile, residual, native, "" if k == 2048 else f"K={k}"), w4a4_gemm_kernel,
+        _name("dense", tile, residual, native, note), w4a4_gemm_kernel,
         {**types, "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages, native, aligned,
     )  # fmt: skip
 
 
-def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0) -> Variant:
+def _decode(
+    tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0, sum_residual: bool = False
+) -> Variant:
     types, constants = _operands(residual)
-    constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, GW_PER_ROW=False, **_tile(tile, native))
-    note = f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
+    constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, GW_PER_ROW=False)
+    constants |= _tile(tile, native, sum_residual)
+    note = "FP16 sum" if sum_residual else f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
     aligned = () if k % 256 else ("kept",)
     out = "*fp32" if share else "*bf16"
     return Variant(
