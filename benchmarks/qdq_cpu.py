@@ -3,9 +3,9 @@
     python benchmarks/qdq_cpu.py [--rows 1024] [--columns 4096] [--threads 2] [--rounds 15] [--save FILE]
 
 Every row but "scale given" does the same job: take a BF16 or FP32 matrix, find its amax, and return what NVFP4 makes of
-it in the same dtype. Peers that are not installed are named and left out: `pip install torchao nvidia-modelopt`. Rows are measured in
-turn, round after round, so that a busy spell on the machine hits all of them; the table gives medians and minima. For
-each peer it also says how many of its results differ from QUADS' by more than the last bits of FP32.
+it in the same dtype. Peers that are not installed are named and left out: `pip install torchao nvidia-modelopt`. Rows
+are measured in turn, round after round, so that a busy spell on the machine hits all of them; the table gives medians
+and minima. For each peer it also says how many of its results differ from QUADS by more than the last bits of FP32.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Compiles cpu_qdq.cpp for this machine, once, and keeps the library in a cache folder.
 
-The compiler is $CXX or g++; the folder is $QUADS_CACHE_DIR, $XDG_CACHE_HOME/quads or ~/.cache/quads. The file's name is
-a hash of the source, the flags, the compiler's version, the processor's features and torch's OpenMP, so nothing stale
-is ever loaded, also from a folder that different machines share.
+The compiler is $CXX or g++ (11 and 12 were tried; not Clang, which has no `__builtin_shuffle`). The folder is
+$QUADS_CACHE_DIR, $XDG_CACHE_HOME/quads or ~/.cache/quads. The file's name is a hash of the source, the flags, the
+compiler's version, the processor's features and torch's OpenMP, so nothing stale is ever loaded, also from a folder
+that different machines share.
 """
 
 import ctypes
@@ -67,7 +68,7 @@ def _compiler() -> str:
     wanted = os.environ.get("CXX") or "g++"
     found = shutil.which(wanted)
     if found is None:
-        raise BuildError(f"no C++ compiler: {wanted!r} is not on PATH; install g++ (9 or later) or set CXX")
+        raise BuildError(f"no C++ compiler: {wanted!r} is not on PATH; install g++ or set CXX to one")
     return found
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,8 @@ from support_tensors import ODD_INPUTS, ODD_SHAPES, SUBNORMAL, assert_same_bits,
 
 from quads_ops import cpu_build, cpu_qdq, nvfp4
 from quads_ops.formats import BLOCK_SIZE, E2M1_VALUES, E4M3_MAX, GLOBAL_SCALE_MIN
+from quads_ops.residual import compensate, reference_compensate
+from quads_ops.weights import quantize_weight
 
 NAN, INF = math.nan, math.inf
 
@@ -238,6 +241,18 @@ def test_nothing_is_differentiable_by_accident():
     assert not nvfp4.qdq(x, g).requires_grad and not nvfp4.reference_qdq(x, g).requires_grad
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ODD_INPUTS)
+def test_definition_on_a_gpu_equals_the_cpu(name):
+    for shape in ODD_SHAPES:
+        x = ODD_INPUTS[name](*shape)
+        g = row_scale(x)
+        assert_same_bits(row_scale(x.cuda()).cpu(), g)
+        for on_gpu, on_cpu in zip(nvfp4.quantize(x.cuda(), g.cuda()), nvfp4.quantize(x, g), strict=True):
+            assert_same_bits(on_gpu.cpu(), on_cpu)
+        assert_same_bits(nvfp4.qdq(x.cuda(), g.cuda()).cpu(), nvfp4.reference_qdq(x, g))
+
+
 # ---- the compiled path
 
 
@@ -328,6 +343,32 @@ def test_library_is_built_once(choose, tmp_path):
     built = library.stat().st_mtime_ns
     assert choose(QUADS_CPU_QDQ="compiled")[1].reason.endswith(str(library))
     assert library.stat().st_mtime_ns == built
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("level, feature", [("x86-64-v2", "sse4_2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512bw")])
+def test_other_processors_get_the_same_bits(choose, monkeypatch, level, feature):
+    """The library as it is compiled for processors with 128, 256 and 512-bit vectors."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or f" {feature} " not in cpuinfo.read_text():
+        pytest.skip(f"this processor has no {feature}")
+    flags = [f"-march={level}" if flag == "-march=native" else flag for flag in cpu_build.FLAGS]
+    assert flags != cpu_build.FLAGS
+    monkeypatch.setattr(cpu_build, "FLAGS", flags)
+    built = choose(QUADS_CPU_QDQ="compiled")
+    monkeypatch.setattr(cpu_qdq, "_load", lambda: built)
+    for maker in ODD_INPUTS.values():
+        x = maker(37, 272)
+        for source in (x, x.bfloat16()):
+            assert_same_bits(nvfp4.qdq(source, row_scale(source)), nvfp4.reference_qdq(source, row_scale(source)))
+            g = torch.tensor(0.01)
+            codes, scales = nvfp4.quantize(source, g)
+            assert_same_bits(quantize_weight(source, g).packed, nvfp4.pack(codes))
+            assert_same_bits(quantize_weight(source, g).block_scales, scales)
+            assert_same_bits(cpu_qdq.amax(source), source.float().abs().amax(-1))
+            expected = nvfp4.reference_qdq(source, g).bfloat16()
+            assert_same_bits(cpu_qdq.qdq(source, g.expand(37), torch.bfloat16), expected)
+            assert_same_bits(compensate(source, "w4a4", "all"), reference_compensate(source, "all"))
 
 
 @pytest.mark.usefixtures("_compiled")
