@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quads_ops import nvfp4
+from quads_ops import dispatch
 from quads_ops.formats import BLOCK_SIZE
-from quads_ops.residual import Residual, ResidualMask, TokenMask, compensate, select_mask, token_scale
+from quads_ops.residual import Residual, ResidualMask, TokenMask, select_mask
 from quads_ops.settings import ResidualSettings
 from quads_ops.vllm_method.compat_vllm import serving_real_tokens
 
@@ -123,25 +123,17 @@ class Compensation:
         if self.frozen and serving_real_tokens():
             stats = self.energy[0]
             self.tokens += x.shape[0]
-        return compensate(x, "w4a4", self._residual(), stats=stats)
+        return dispatch.compensate(x, self._residual(), stats=stats)
 
     def grouped(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """[M, K] sorted by expert, counts[e] rows each -> FP32 [M, K]. Equal to `compensate` for each expert."""
+        """[M, K] sorted by expert, counts[e] rows each -> FP32 [M, K]; each expert has its own mask."""
         if not self.frozen:
-            return compensate(x, "w4a4", self._residual())
-        x = x.float()
-        g = token_scale(x)
-        quantized = nvfp4.qdq(x, g)
-        rest = (x - quantized).unflatten(-1, (self.size, -1))
-        lengths = torch.tensor(counts, device=x.device)
+            return dispatch.compensate(x, self._residual())
+        stats = None
         if serving_real_tokens():
-            energy = rest.square().nan_to_num(nan=0.0, posinf=torch.inf).sum(-1)
-            expert = torch.repeat_interleave(lengths)
-            self.energy.index_add_(0, expert, energy)
-            self.tokens += lengths
-        keep = torch.repeat_interleave(self.mask, lengths, 0)
-        kept = torch.where(keep.unsqueeze(-1), rest, 0.0).flatten(-2)
-        return quantized + nvfp4.qdq(kept, g)
+            stats = self.energy
+            self.tokens += torch.tensor(counts, device=x.device)
+        return dispatch.compensate_grouped(x, counts, self.mask, stats=stats)
 
     def _residual(self) -> Residual:
         ratio = self.settings.ratio

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from quads_ops.settings import RolloutSettings
+from quads_ops.vllm_method import opaque
 from quads_ops.vllm_method.compat_vllm import get_tensor_model_parallel_rank, initialize_online_processing
 from quads_ops.vllm_method.projection import Projection
 from quads_ops.vllm_method.shards import check_k, linear_shards
@@ -63,6 +65,7 @@ class QuadsLinearMethod(LinearMethodBase):
         layer.quads_projections = (
             Projection(self.module, "weight", "weight", shards, self.rollout, input_size_per_partition),
         )
+        opaque.remember(self.module, layer)
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -72,5 +75,10 @@ class QuadsLinearMethod(LinearMethodBase):
         setattr(layer, _DONE, True)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = layer.quads_projections[0].multiply(x.reshape(-1, x.shape[-1]), bias)
-        return y.reshape(*x.shape[:-1], -1)
+        size = layer.quads_projections[0].size
+        y = opaque.linear(self.module, partial(self.run, layer), x.reshape(-1, x.shape[-1]), bias, size)
+        return y.reshape(*x.shape[:-1], size)
+
+    def run(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[M, K] -> [M, N]."""
+        return layer.quads_projections[0].multiply(x, bias)

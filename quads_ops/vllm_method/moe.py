@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -10,6 +12,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from quads_ops.settings import RolloutSettings
+from quads_ops.vllm_method import opaque
 from quads_ops.vllm_method.compat_vllm import initialize_online_processing
 from quads_ops.vllm_method.linear import _DONE
 from quads_ops.vllm_method.projection import Projection
@@ -75,6 +78,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             ),
         )
         self._act = _ACTIVATIONS[_activation_name(layer)]
+        opaque.remember(self.module, layer)
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -93,7 +97,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         shared_experts=None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._experts(layer, x, topk_weights.float(), topk_ids.long())
+        return opaque.experts(self.module, partial(self.run, layer), x, topk_weights, topk_ids)
 
     def apply_monolithic(
         self,
@@ -102,12 +106,16 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._experts(layer, x, *route(layer, router_logits))
+        return opaque.experts(self.module, partial(self.run, layer), x, router_logits, None)
 
-    def _experts(
-        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    def run(
+        self, layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """x: [T, H]. weights: FP32 [T, k]. ids: global experts [T, k]. Returns [T, H] in the dtype of x."""
+        """x: [T, H]. weights, ids: of the routed experts, [T, k]; without ids, `weights` are the router's logits.
+
+        Returns [T, H] in the dtype of x.
+        """
+        weights, ids = route(layer, weights) if ids is None else (weights.float(), ids.long())
         w13, w2 = layer.quads_projections
         order, counts = _by_expert(layer, ids)
         token = order // ids.shape[1]

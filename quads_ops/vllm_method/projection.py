@@ -42,6 +42,8 @@ class Projection:
     ):
         self.layer_name, self.stem, self.source, self.shards = layer_name, stem, source, tuple(shards)
         self.mode = rollout.mode
+        self.size = max(shard.rows.stop for shard in shards)
+        """N of this worker."""
         self.weight = Fp8Weight(shards) if rollout.mode == "fp8" else Nvfp4Weight(shards)
         self.activation = make_activation(rollout, f"{layer_name} ({stem})", k, masks)
         self.loads = 0

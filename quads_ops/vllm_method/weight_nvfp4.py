@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from quads_ops import nvfp4, receipt
+from quads_ops import dispatch, nvfp4, receipt
 from quads_ops.vllm_method import source_amax
 from quads_ops.vllm_method.compat_vllm import tp_reduce_
 from quads_ops.vllm_method.kernel_tensors import KernelTensors
 from quads_ops.vllm_method.shards import Shard
-from quads_ops.weights import PackedWeight, dequantize_weight, quantize_weight, weight_amax
+from quads_ops.weights import PackedWeight, weight_amax
 
 _CHUNK_ELEMENTS = 1 << 24  # bounds the FP32 temporaries while quantizing a stack of experts
 
@@ -55,7 +55,7 @@ class Nvfp4Weight(KernelTensors):
 
     def dequantized(self) -> torch.Tensor:
         """FP32 [.., N, K], exact."""
-        return dequantize_weight(self.packed)
+        return dispatch.dequantize_weight(self.packed)
 
     def receipts(self) -> dict[str, receipt.Entry]:
         """Digests of this worker's counted shards. Sum over workers gives those of the whole matrices."""
@@ -101,9 +101,9 @@ class Nvfp4Weight(KernelTensors):
 
 def _quantize(w: torch.Tensor, g: torch.Tensor) -> PackedWeight:
     if w.dim() == 2:
-        return quantize_weight(w, g)
+        return dispatch.quantize_weight(w, g)
     step = max(1, _CHUNK_ELEMENTS // w[0].numel())
-    chunks = [quantize_weight(w[e : e + step], g[e : e + step]) for e in range(0, w.shape[0], step)]
+    chunks = [dispatch.quantize_weight(w[e : e + step], g[e : e + step]) for e in range(0, w.shape[0], step)]
     return PackedWeight(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
