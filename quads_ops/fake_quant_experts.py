@@ -42,7 +42,8 @@ class QuadsExperts(nn.Module):
             return original(self, hidden_states, top_k_index, top_k_weights)
         control.runs[self.quads.name] += 1
         dtype = compute_dtype(self.gate_up_proj)
-        sources = [Source(w, expert_scales(w, dtype)) for w in (self.gate_up_proj, self.down_proj)]
+        weights = (self.gate_up_proj, self.down_proj)
+        sources = [Source(w, expert_scales(self.quads.name, w, dtype)) for w in weights]
         with fake_quantized(sources, dtype, recompute=control.recompute) as (gate_up, down):
             if control.mode == "w4a4":
                 product = QuantizedExperts(gate_up, down, self.act_fn, control)

@@ -14,6 +14,8 @@ from torch import nn
 from quads_ops.nvfp4 import global_scale_dec
 from quads_ops.weights import weight_amax
 
+_REMEDY = "Let FSDP wrap whole decoder layers (fsdp_config.wrap_policy) and run them through their forward"
+
 
 @dataclass(frozen=True, eq=False)
 class ScaleGroup:
@@ -24,24 +26,27 @@ class ScaleGroup:
 
     @torch.no_grad()
     def scale(self, dtype: torch.dtype) -> torch.Tensor:
-        """global_scale_dec, FP32 [], of the largest magnitude in the group in compute dtype."""
-        amaxes = [weight_amax(self._weight(n, m)) for n, m in zip(self.names, self.modules, strict=True)]
+        """global_scale_dec, FP32 [], of the largest magnitude in the group in compute dtype.
+
+        Raises RuntimeError where a member's weight is not gathered.
+        """
+        amaxes = []
+        for name, module in zip(self.names, self.modules, strict=True):
+            if not is_gathered(module.weight, (module.out_features, module.in_features)):
+                raise RuntimeError(f"the weight of {name} is not gathered while {self._users(name)}. {_REMEDY}")
+            amaxes.append(weight_amax(module.weight))
         return _scale(torch.stack(amaxes).amax(), dtype)
 
-    def _weight(self, name: str, module: nn.Linear) -> torch.Tensor:
-        w = module.weight
-        if not is_gathered(w, (module.out_features, module.in_features)):
-            others = ", ".join(n for n in self.names if n != name)
-            raise RuntimeError(
-                f"{name} shares its global scale with {others}, but its weight is not gathered while they run: FSDP "
-                "wraps them apart. Let fsdp_config.wrap_policy wrap whole decoder layers"
-            )
-        return w
+    def _users(self, name: str) -> str:
+        others = ", ".join(n for n in self.names if n != name)
+        return f"{others} run, which share one global scale with it" if others else "it runs"
 
 
 @torch.no_grad()
-def expert_scales(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """global_scale_dec of each expert, FP32 [E]. w: [E, N, K]."""
+def expert_scales(name: str, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """global_scale_dec of each expert, FP32 [E]. w: [E, N, K]; `name` is for the error if it is not gathered."""
+    if w.dim() != 3 or not is_gathered(w, w.shape):
+        raise RuntimeError(f"the experts' weights of {name} are not gathered while they run. {_REMEDY}")
     return _scale(weight_amax(w), dtype)
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -42,13 +43,25 @@ def run_ranks(job: str, ranks: int, folder: Path, *, timeout_s: float = 240, **e
             env_rank = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(subprocess.Popen(command, env=env_rank, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [p.wait(timeout_s) for p in processes]
+        codes = _wait(processes, timeout_s)
     finally:
         for process in processes:
             process.kill()
-    if any(codes):
-        raise AssertionError("\n".join(f"--- rank {r} ---\n{log.read_text()[-4000:]}" for r, log in enumerate(logs)))
+            process.wait()
+    if codes != [0] * ranks:
+        tails = [f"--- rank {rank}, exit {codes[rank]} ---\n{logs[rank].read_text()[-4000:]}" for rank in range(ranks)]
+        raise AssertionError("\n".join(tails))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def _wait(processes: list[subprocess.Popen], timeout_s: float) -> list[int | None]:
+    """Exit codes once all are done, one has failed (the others would wait for it), or time is up (None)."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
+        time.sleep(0.1)
 
 
 def build_engine(
@@ -60,6 +73,7 @@ def build_engine(
     gradient_checkpointing: bool = False,
     lr: float = 1e-3,
     model: dict | None = None,
+    save: tuple[str, ...] = ("model", "optimizer", "extra"),
     **engine,
 ):
     """An initialized QuadsFSDPEngine; `quads` None gives it verl's stock engine config."""
@@ -89,7 +103,7 @@ def build_engine(
         ),
         engine_config=config,
         optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10, lr_warmup_steps=0),
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=CheckpointConfig(save_contents=list(save)),
     )
     built.initialize()
     return built

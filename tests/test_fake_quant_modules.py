@@ -173,9 +173,27 @@ def test_check_in_mode_none_expects_no_fake_quantized_run():
         control.check()
 
 
-def test_a_group_whose_members_are_not_gathered_together_is_an_error():
+@pytest.mark.parametrize(
+    "family,weight,message",
+    [
+        ("qwen3", "self_attn.v_proj.weight", r"self_attn\.v_proj is not gathered while .*q_proj.* run, .*wrap_policy"),
+        ("qwen3", "mlp.down_proj.weight", r"mlp\.down_proj is not gathered while it runs"),
+        ("qwen3_moe", "mlp.experts.down_proj", r"layers\.0\.mlp\.experts are not gathered"),
+    ],
+)
+def test_a_weight_that_is_not_gathered_is_an_error(family, weight, message):
+    model = support_models.tiny_model(family)
+    convert(model, ALL, "w4a16")
+    model.model.layers[0].get_parameter(weight).untyped_storage().resize_(0)  # as FSDP1 frees an unsharded weight
+    with pytest.raises(RuntimeError, match=message):
+        model(support_models.tiny_batch())
+
+
+def test_a_weight_freed_between_forward_and_backward_is_an_error():
     model = support_models.tiny_model("qwen3")
     convert(model, ALL, "w4a16")
-    model.model.layers[0].self_attn.v_proj.weight.untyped_storage().resize_(0)  # as FSDP1 frees an unsharded weight
-    with pytest.raises(RuntimeError, match=r"v_proj shares its global scale .*wrap_policy"):
-        model(support_models.tiny_batch())
+    batch = support_models.tiny_batch()
+    loss = model(batch, labels=batch).loss
+    model.model.layers[0].mlp.down_proj.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="FSDP has freed it"):
+        loss.backward()
