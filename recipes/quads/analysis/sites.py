@@ -68,6 +68,15 @@ def find_sites(plan: Mapping[str, PlannedParameter], experts_per_token: int = 1)
     return sites
 
 
+def exclusion_units(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
+    """What can be left out by itself -> its sites: joined linears, or all experts of a layer."""
+    units: dict[str, tuple[str, ...]] = {}
+    for site in sites.values():
+        name = site.modules[0] if site.experts else site.name
+        units[name] = (*units.get(name, ()), site.name)
+    return units
+
+
 def experts_per_token(config) -> int:
     """How many experts a token passes through, from a Hugging Face configuration; 1 for dense models."""
     return getattr(config, "num_experts_per_tok", None) or 1

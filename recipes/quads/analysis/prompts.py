@@ -1,0 +1,117 @@
+"""Prompts from a file: text lines, JSON lines, or a verl parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+Prompt = str | list[dict]
+"""Text, or chat messages."""
+
+FORMATS = (".txt", ".jsonl", ".parquet")
+
+
+class PromptError(ValueError):
+    """A file without usable prompts: names the file, the place and the remedy."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """All prompts of a file, in its order.
+
+    .txt: one a line. .jsonl: a string a line, or an object with `prompt` (text or chat messages) or `messages`.
+    .parquet: column `prompt`, as verl reads it (chat messages, or text).
+
+    Raises:
+        PromptError: no such file, another format, a line or column that can't be read, or no prompts.
+    """
+    if not path.is_file():
+        raise PromptError(f"--data {path}: no such file; give a .txt, .jsonl or .parquet file with prompts")
+    readers = {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise PromptError(f"--data {path}: its name must end in {', '.join(FORMATS)}, which says how to read it")
+    prompts = list(readers[path.suffix](path))
+    if not prompts:
+        raise PromptError(f"--data {path}: holds no prompts")
+    return prompts
+
+
+def tokenize(prompts: Iterable[Prompt], tokenizer, raw: bool = False) -> list[list[int]]:
+    """Token ids. Text becomes a user message where the tokenizer has a chat template, unless `raw`.
+
+    Raises:
+        PromptError: chat messages for a tokenizer without a template, or that the template refuses.
+    """
+    return [_ids(prompt, i, tokenizer, raw) for i, prompt in enumerate(prompts)]
+
+
+def fitting(prompts: Iterable[list[int]], longest: int) -> list[list[int]]:
+    """The prompts of 1 to `longest` tokens."""
+    return [prompt for prompt in prompts if 0 < len(prompt) <= longest]
+
+
+def _ids(prompt: Prompt, number: int, tokenizer, raw: bool) -> list[int]:
+    if isinstance(prompt, str):
+        if raw or not tokenizer.chat_template:
+            return list(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    if not tokenizer.chat_template:
+        raise PromptError(
+            f"--data: prompt {number} is a chat, but the model's tokenizer has no chat template; give plain text"
+        )
+    try:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like
+        raise PromptError(f"--data: the chat template refuses prompt {number}: {error}") from None
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _text(path: Path):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"--data {path}: is not UTF-8 text: {error}") from None
+    return (line for line in lines if line.strip())
+
+
+def _jsonl(path: Path):
+    for number, line in enumerate(_text(path), 1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"--data {path}: prompt {number} is not JSON: {error}") from None
+        if isinstance(value, dict):
+            value = value.get("prompt", value.get("messages"))
+        yield _checked(value, f"{path}: prompt {number}")
+
+
+def _parquet(path: Path):
+    import pandas
+
+    try:
+        frame = pandas.read_parquet(path)
+    except Exception as error:  # pyarrow raises several kinds
+        raise PromptError(f"--data {path}: can't be read as parquet: {error}") from None
+    if "prompt" not in frame.columns:
+        columns = ", ".join(map(str, frame.columns))
+        raise PromptError(f"--data {path}: has no column `prompt`, which verl reads; it has {columns}")
+    for number, value in enumerate(frame["prompt"], 1):
+        yield _checked(value if isinstance(value, str) else list(value), f"{path}: row {number}")
+
+
+def _checked(value, where: str) -> Prompt:
+    if isinstance(value, str) and value.strip():
+        return value
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    ):
+        return [dict(message) for message in value]
+    raise PromptError(
+        f"--data {where}: needs a text, or chat messages [{{role, content}}, ...], alone or under `prompt`"
+    )
+
+
+def _is_message(value) -> bool:
+    return isinstance(value, dict) and {"role", "content"} <= value.keys()

@@ -1,0 +1,293 @@
+"""Plain words from the measurements, by explicit rules (docs/diagnose.md gives them with reasons)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quads_recipe.analysis.cost import Cost
+from quads_recipe.analysis.decompose import mean_exp_abs
+from quads_recipe.analysis.measure import ArmResult, LeftOut
+
+ALARM = 1.05
+"""On mean exp|d|: where NeMo-RL raises its alarm."""
+MIN_REMOVED = 0.10
+"""A layer is worth leaving out if it alone makes up this share of mean |d_act|."""
+REMOVED_PER_COST = 2.0
+"""... and removes this share per share of GEMM time added, where there is no larger ratio to compare with."""
+ROUTING_SHARE = 0.25
+"""Share of the mismatch that must come from routing flips before replaying them is advised."""
+FEW_SEQUENCES = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rollout in NVFP4 that could be recommended."""
+
+    arm: str
+    ratio: float
+    result: ArmResult
+
+    @property
+    def mean(self) -> float:
+        return self.result.summary["d"].mean
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} (ratio {self.ratio:g})" if self.arm == "quads" else self.arm
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One statement: a few words, and the sentences behind them."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`arm` and `ratio` are None if no NVFP4 rollout was measured."""
+
+    headline: str
+    findings: tuple[Finding, ...]
+    arm: str | None = None
+    ratio: float | None = None
+    meets_target: bool | None = None
+    target: str | None = None
+    leave_out: tuple[str, ...] = ()
+    cost: Cost | None = None
+
+
+class Target:
+    """How small the mismatch has to be.
+
+    With arm fp8 measured: its mean |d|, since FP8 rollouts are used as they are. Without: mean exp|d| <= 1.05.
+    """
+
+    def __init__(self, arms: Mapping[str, ArmResult]):
+        self._fp8 = arms["fp8"].summary["d"].mean if "fp8" in arms else None
+
+    def met_by(self, candidate: Candidate) -> bool:
+        if self._fp8 is not None:
+            return candidate.mean <= self._fp8
+        return mean_exp_abs(candidate.result.parts.d) <= ALARM
+
+    def __str__(self) -> str:
+        if self._fp8 is not None:
+            return f"mean |d| of an FP8 rollout, {self._fp8:.2g} nats"
+        return f"mean exp|d| of {ALARM} (NeMo-RL's alarm)"
+
+
+def judge(
+    arms: Mapping[str, ArmResult],
+    series: Mapping[float, ArmResult],
+    left_out: Sequence[LeftOut],
+    dtype: str,
+) -> Verdict:
+    """All rules in their order. left_out: measured at the ratio that `choose` gives."""
+    findings = [f for f in (_origin(arms), _qat(arms)) if f]
+    chosen = choose(arms, series)
+    if chosen is None:
+        return Verdict("No NVFP4 rollout was measured.", (*findings, *_trust(arms, dtype)))
+    target = Target(arms)
+    met = target.met_by(chosen)
+    leave = worth_leaving_out(left_out, chosen, series)
+    findings += [_ratio(chosen, series, target, met), _cost(chosen, arms), _layers(leave, left_out, chosen)]
+    findings += [f for f in (_routing(chosen.result), _symmetric(arms, dtype)) if f]
+    findings += _trust(arms, dtype)
+    headline = (
+        f"Use arm {chosen.name}: mean |d| is {chosen.mean:.2g} nats, within the target ({target})."
+        if met
+        else f"No measured rollout reaches the target ({target}). Closest: {chosen.name}, {chosen.mean:.2g} nats."
+    )
+    return Verdict(
+        headline=headline,
+        findings=tuple(findings),
+        arm=chosen.arm,
+        ratio=chosen.ratio,
+        meets_target=met,
+        target=str(target),
+        leave_out=tuple(module for found in leave for module in found.modules),
+        cost=chosen.result.cost,
+    )
+
+
+def candidates(arms: Mapping[str, ArmResult], series: Mapping[float, ArmResult]) -> list[Candidate]:
+    """NVFP4 rollouts from the cheapest to the dearest; at equal cost the one with less machinery first.
+
+    Arm symmetric is never one: its agreement needs both sides to round every activation alike.
+    """
+    found = [Candidate("naive", 0.0, arms["naive"])] if "naive" in arms else []
+    if series:
+        return found + [Candidate(_arm_at(ratio), ratio, series[ratio]) for ratio in sorted(series)]
+    ratios = {"qat": 0.0, "quads": 0.5, "quads_full": 1.0}
+    return found + [Candidate(arm, ratio, arms[arm]) for arm, ratio in ratios.items() if arm in arms]
+
+
+def choose(arms: Mapping[str, ArmResult], series: Mapping[float, ArmResult]) -> Candidate | None:
+    """The first candidate that meets the target; if none does, the one of least mean |d|."""
+    found = candidates(arms, series)
+    target = Target(arms)
+    return next((c for c in found if target.met_by(c)), min(found, key=lambda c: c.mean, default=None))
+
+
+def worth_leaving_out(
+    left_out: Sequence[LeftOut], chosen: Candidate, series: Mapping[float, ArmResult]
+) -> list[LeftOut]:
+    """Layers that remove at least MIN_REMOVED of mean |d_act|, beyond two standard errors, and more per added GEMM time
+    than a ratio of 1 would. The largest gain first."""
+    rate = REMOVED_PER_COST
+    full = series.get(1.0)
+    if full is not None and chosen.ratio < 1:
+        gain = 1 - full.summary["act"].mean / chosen.result.summary["act"].mean
+        rate = gain / (full.cost.products - chosen.result.cost.products)
+    found = [
+        one
+        for one in left_out
+        if one.removed >= MIN_REMOVED
+        and one.removed > 2 * one.error
+        and one.removed >= rate * (one.cost.products - chosen.result.cost.products)
+    ]
+    return sorted(found, key=lambda one: -one.removed)
+
+
+def _arm_at(ratio: float) -> str:
+    return {0.0: "qat", 1.0: "quads_full"}.get(ratio, "quads")
+
+
+def _origin(arms: Mapping[str, ArmResult]) -> Finding | None:
+    arm = next((a for a in ("naive", "qat", "quads", "symmetric", "fp8") if a in arms), None)
+    if arm is None:
+        return None
+    summary = arms[arm].summary
+    d = summary["d"]
+    if d.share is None:
+        return Finding("Where it comes from", f"Under arm {arm} rollout and actor agree on every token.")
+    shares = ", ".join(
+        f"{what} {_percent(summary[part].share)}"
+        for part, what in (("weight", "the weights"), ("act", "the activations"), ("num", "the engine's arithmetic"))
+    )
+    return Finding(
+        "Where it comes from",
+        f"Under arm {arm}, d has mean magnitude {d.mean:.2g} nats (99% of tokens below {d.p99:.2g}, largest "
+        f"{d.max:.2g}). Shares of its variance: {shares}.",
+    )
+
+
+def _qat(arms: Mapping[str, ArmResult]) -> Finding | None:
+    if not {"naive", "qat"} <= arms.keys():
+        return None
+    naive, qat = arms["naive"].summary["d"].mean, arms["qat"].summary["d"].mean
+    zero = arms["qat"].summary["weight"].max == 0
+    return Finding(
+        "What fake-quantized weights in the trainer do",
+        f"Mean |d| goes from {naive:.2g} to {qat:.2g} nats ({_change(naive, qat)}). d_weight is "
+        f"{'exactly zero' if zero else 'not zero, which is a defect'}: what is left comes from the activations.",
+    )
+
+
+def _ratio(chosen: Candidate, series: Mapping[float, ArmResult], target: Target, met: bool) -> Finding:
+    if not series:
+        return Finding("Residual compensation", "No ratios were measured; give --ratios for advice on the ratio.")
+    steps = ", ".join(f"{r:g}: {series[r].summary['d'].mean:.2g}" for r in sorted(series))
+    text = f"Mean |d| on the same tokens by ratio: {steps} nats. "
+    if met and chosen.ratio > 0:
+        text += f"{chosen.ratio:g} is the smallest ratio that meets the target."
+    elif met:
+        text += "No compensation is needed to meet the target."
+    else:
+        text += f"None meets the target; ratio {chosen.ratio:g} comes closest."
+    if 0.0 in series and 1.0 in series and series[0.0].summary["act"].mean > 0:
+        removed = 1 - series[1.0].summary["act"].mean / series[0.0].summary["act"].mean
+        text += f" Ratio 1 removes {removed:.0%} of mean |d_act|."
+    return Finding("Residual compensation", text)
+
+
+def _cost(chosen: Candidate, arms: Mapping[str, ArmResult]) -> Finding:
+    mine = chosen.result.cost
+    text = (
+        f"At peak rates the matrix products of a rollout with {chosen.name} take {mine.products:.0%} of BF16's time"
+        f"{f' ({mine.residual / mine.products:.0%} of that for the residual)' if mine.residual else ''} and read "
+        f"{mine.weights:.0%} of its weight bytes."
+    )
+    if "fp8" in arms:
+        other = arms["fp8"].cost
+        text += f" FP8: {other.products:.0%} and {other.weights:.0%}."
+    return Finding(
+        "What it costs", text + " Decoding is bound by the bytes, prefill by the products; counted, not timed."
+    )
+
+
+def _layers(leave: Sequence[LeftOut], measured: Sequence[LeftOut], chosen: Candidate) -> Finding:
+    title = "Which layers to leave out"
+    if not measured:
+        return Finding(title, "Not measured.")
+    if not leave:
+        most = max(measured, key=lambda one: one.removed)
+        return Finding(
+            title,
+            f"None pays: the most that one of them alone removes is {most.removed:.0%} of mean |d_act| ({most.unit}).",
+        )
+    parts = "; ".join(
+        f"{one.unit} removes {one.removed:.0%} for {one.cost.products - chosen.result.cost.products:+.1%} GEMM time"
+        for one in leave[:4]
+    )
+    return Finding(
+        title,
+        f"Worth trying with quads.exclude, each measured alone and not added up: {parts}.",
+    )
+
+
+def _routing(result: ArmResult) -> Finding | None:
+    share = result.flip_share()
+    if share is None:
+        return None
+    flips = result.flips
+    own = flips.layers.any(-1).double().mean().item()
+    text = (
+        f"Under the recommended rollout {own:.1%} of tokens go to other experts in some layer than in the actor. With "
+        f"the actor's experts replayed, mean |d_weight + d_act| would be {share:.0%} lower. "
+        if share >= 0
+        else f"{own:.1%} of tokens go to other experts; replaying the actor's experts would not help. "
+    )
+    text += (
+        "Replaying the rollout's routing in the trainer is worth more than a larger ratio here."
+        if share >= ROUTING_SHARE
+        else "Routing flips are not the main cause."
+    )
+    return Finding("Routing", text)
+
+
+def _symmetric(arms: Mapping[str, ArmResult], dtype: str) -> Finding | None:
+    if "symmetric" not in arms:
+        return None
+    mean = arms["symmetric"].summary["d"].mean
+    text = f"Arm symmetric has mean |d| {mean:.2g} nats. "
+    text += (
+        "In FP32 both sides round every activation alike, which says nothing about training in BF16 with other "
+        "kernels: run with --dtype bf16 before you trust it."
+        if dtype == "fp32"
+        else "It needs the trainer to round every activation as the engine does; small differences between the two "
+        "flip codes, so expect more with other kernels."
+    )
+    return Finding("The symmetric arm", text)
+
+
+def _trust(arms: Mapping[str, ArmResult], dtype: str) -> list[Finding]:
+    some = next(iter(arms.values()))
+    sequences, tokens = len(some.tokens.samples), some.parts.d.numel()
+    text = f"{tokens} tokens of {sequences} responses per arm, compute dtype {dtype}."
+    if sequences < FEW_SEQUENCES:
+        text += " That is few: read means with their standard errors, and raise --prompts before you decide."
+    if "bf16" in arms:
+        text += f" The floor, a BF16 rollout against a BF16 trainer, is {arms['bf16'].summary['d'].mean:.2g} nats here."
+    return [Finding("How far to trust this", text)]
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.0%}" if before else "no change"
+
+
+def _percent(share: float) -> str:
+    return f"{round(share * 100)}%"

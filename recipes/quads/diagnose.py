@@ -1,0 +1,193 @@
+"""`quads diagnose`: where the difference between rollout and actor comes from on your model, and what to do about it.
+
+Samples responses with the real rollout engine, scores them with the trainer's own forward, for every arm and several
+residual ratios, and splits each token's difference into weights, activations and the engine's arithmetic. Needs no RL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from quads_ops.compat import UnsupportedVersion
+from quads_ops.settings import ARMS, GRANULARITIES, SCOPES, SCORES, QuadsSettings, SettingsError
+from quads_recipe.analysis.prompts import PromptError, read_prompts
+from quads_recipe.diagnose_run import DTYPES, DiagnoseError, Request
+from quads_recipe.paths import POLICIES, policy_dir
+
+RATIOS = "0,0.125,0.25,0.5,0.75,1"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="quads diagnose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", required=True, help=f"checkpoint folder, or a shipped policy ({', '.join(POLICIES)})")
+    p.add_argument("--data", required=True, type=Path, help="prompts: .txt, .jsonl, or a verl .parquet")
+    p.add_argument("--arms", default=",".join(ARMS), help="which arms (default all: %(default)s)")
+    p.add_argument("--ratios", default=RATIOS, help="residual ratios (default %(default)s); '' for none")
+    p.add_argument("--prompts", type=int, default=64, help="prompts to use, one response each (default %(default)s)")
+    p.add_argument("--max-new", type=int, default=64, help="most tokens of a response (default %(default)s)")
+    p.add_argument("--out", type=Path, help="folder for the report (default runs/diagnose-TIME)")
+    p.add_argument("--dtype", choices=DTYPES, default="bf16", help="compute dtype of both sides (default %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    p.add_argument("--raw", action="store_true", help="feed text prompts as they are, without the chat template")
+    p.add_argument("--targets", help="quads.targets: all_linear (default), experts, or patterns separated by commas")
+    p.add_argument("--exclude", help="quads.exclude: module names and re:patterns separated by commas")
+    p.add_argument("--granularity", choices=GRANULARITIES, help="of the residual masks (default block)")
+    p.add_argument("--scope", choices=SCOPES, help="of the residual masks (default step)")
+    p.add_argument("--score", choices=SCORES, help="of the residual masks (default residual)")
+    p.add_argument("--leave-out", type=int, default=24, help="most layers to leave out in turn (default %(default)s)")
+    p.add_argument("--worst", type=int, default=12, help="tokens of largest |d| to list per arm (default %(default)s)")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when the report was written, 1 on a wrong argument or an unsuitable model."""
+    args = parser().parse_args(argv)
+    try:
+        run(args)
+    except (DiagnoseError, PromptError, SettingsError, UnsupportedVersion, FileNotFoundError) as error:
+        print(f"quads diagnose: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> Path:
+    """The whole command; returns the path of the HTML page.
+
+    Raises:
+        DiagnoseError, PromptError, SettingsError, UnsupportedVersion, FileNotFoundError: one clear reason.
+    """
+    started = time.monotonic()
+    request = request_from(args)
+    out = _out_folder(args.out)
+    _quiet()
+
+    from quads_recipe import diagnose_report, diagnose_run
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
+
+    results = diagnose_run.diagnose(request, say)
+    results["about"] |= {
+        "data": args.data.name,
+        "command": command_line(args),
+        "seconds": round(time.monotonic() - started, 1),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    page = diagnose_report.write(out, results)
+    say(f"report: {page}")
+    print("\n".join(diagnose_report.terminal_lines(results)))
+    return page
+
+
+# -- arguments
+
+
+def request_from(args: argparse.Namespace) -> Request:
+    """Everything the run needs, checked as far as it can be without the model.
+
+    Raises:
+        DiagnoseError, PromptError, SettingsError, FileNotFoundError.
+    """
+    for name, least in (("prompts", 1), ("max_new", 1), ("worst", 1), ("leave_out", 0)):
+        value = getattr(args, name)
+        if value < least:
+            raise DiagnoseError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    return Request(
+        model=str(policy_dir(args.model)),
+        prompts=read_prompts(args.data),
+        arms=tuple(parse_arms(args.arms)),
+        ratios=tuple(parse_ratios(args.ratios)),
+        settings=settings_from(args),
+        dtype=args.dtype,
+        count=args.prompts,
+        max_new=args.max_new,
+        seed=args.seed,
+        raw=args.raw,
+        leave_out=args.leave_out,
+        worst=args.worst,
+    )
+
+
+def parse_arms(text: str) -> list[str]:
+    """Arms in the order of ARMS. Raises DiagnoseError for an unknown one, or none."""
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [arm for arm in wanted if arm not in ARMS]
+    if unknown or not wanted:
+        raise DiagnoseError(f"--arms {text!r}: {unknown[0] if unknown else 'nothing'} is no arm; use {', '.join(ARMS)}")
+    return [arm for arm in ARMS if arm in wanted]
+
+
+def parse_ratios(text: str) -> list[float]:
+    """Ratios in rising order, 0 and 1 always among them; empty for an empty text. Raises DiagnoseError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        ratios = {float(part) for part in parts}
+    except ValueError:
+        raise DiagnoseError(f"--ratios {text!r}: needs numbers in [0, 1] separated by commas") from None
+    if any(not 0 <= ratio <= 1 for ratio in ratios):
+        raise DiagnoseError(f"--ratios {text!r}: a ratio is a share of the channels, in [0, 1]")
+    return sorted(ratios | {0.0, 1.0}) if ratios else []
+
+
+def settings_from(args: argparse.Namespace) -> QuadsSettings:
+    """The `quads` block of the options. Raises SettingsError."""
+    targets = args.targets
+    if targets and targets not in ("all_linear", "experts"):
+        targets = _patterns(targets)
+    residual = {"granularity": args.granularity, "scope": args.scope, "score": args.score}
+    return QuadsSettings.from_dict(
+        {
+            "arm": "quads",
+            "targets": targets,
+            "exclude": _patterns(args.exclude) if args.exclude else None,
+            "rollout": {"residual": residual},
+        }
+    )
+
+
+def _patterns(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _out_folder(out: Path | None) -> Path:
+    out = out or Path("runs") / time.strftime("diagnose-%Y%m%d-%H%M%S")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "diagnose.json").touch()
+    except OSError as error:
+        raise DiagnoseError(f"--out {out}: can't write there: {error.strerror}") from None
+    return out
+
+
+# -- the terminal
+
+
+def _quiet() -> None:
+    """Progress bars and notices of the libraries, unless somebody asked for them."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command again, with what differs from the defaults and without folders of this machine."""
+    defaults = vars(parser().parse_args(["--model", "x", "--data", "x"]))
+    given = [f"--model {Path(args.model).name} --data {args.data.name}"]
+    for name, value in vars(args).items():
+        if name not in ("model", "data", "out") and value != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            given.append(flag if value is True else f"{flag} {json.dumps(value) if value == '' else value}")
+    return " ".join(["quads diagnose", *given])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

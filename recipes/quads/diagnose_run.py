@@ -1,0 +1,223 @@
+"""The measurements behind `quads diagnose`: from a request to the contents of diagnose.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quads_ops.settings import QuadsSettings, SettingsError
+from quads_recipe.analysis.prompts import Prompt, fitting, tokenize
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+LAYER_TOKENS = 4096
+"""Tokens that the errors of single products are measured on."""
+
+
+class DiagnoseError(Exception):
+    """A wrong argument: the message names it and the remedy."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to diagnose."""
+
+    model: str
+    """Checkpoint folder."""
+    prompts: list[Prompt]
+    arms: tuple[str, ...]
+    ratios: tuple[float, ...]
+    settings: QuadsSettings
+    dtype: str
+    """A key of DTYPES."""
+    count: int
+    """Prompts to measure on."""
+    max_new: int
+    seed: int
+    raw: bool
+    leave_out: int
+    worst: int
+
+
+def diagnose(request: Request, say: Callable[[str], None]) -> dict:
+    """Run the engines, then the trainer's forwards.
+
+    Raises:
+        DiagnoseError, PromptError, SettingsError: an unsuitable model or prompts, before any engine starts.
+    """
+    from quads_recipe.analysis.rollouts import collect
+
+    check_model(request.model, request.settings)
+    job = make_job(request)
+    collected = collect(job, say)
+    return measure(request, job, collected, say)
+
+
+def check_model(folder: str, settings: QuadsSettings) -> None:
+    """Fail before any engine starts where the model is unsuitable. Loads no weights.
+
+    Raises:
+        SettingsError: not a causal language model, unknown experts, patterns without a match, K not a multiple of 16.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from quads_ops.matrix_plan import plan_parameters
+    from quads_ops.targets import Targets
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingsError("--model", folder, f"transformers can't build a language model from it: {reason}") from None
+    plan_parameters(model, Targets(settings.targets, settings.exclude))
+
+
+def make_job(request: Request):
+    """The engines' job (`quads_recipe.analysis.rollouts.Job`).
+
+    Raises:
+        DiagnoseError: no tokenizer, or no prompt fits into the model.
+        PromptError: a prompt that can't be tokenized.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from quads_recipe.analysis.rollout_engine import EngineOptions
+    from quads_recipe.analysis.rollouts import Job, RolloutKey, key_of
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(request.model)
+    except (OSError, ValueError, KeyError) as error:
+        raise DiagnoseError(f"--model {request.model}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+    # Scoring a whole response generates one more token.
+    extra = request.max_new + 1
+    room = getattr(AutoConfig.from_pretrained(request.model), "max_position_embeddings", 1 << 20) - extra
+    # As many again for the masks' statistics, which in training come from other prompts too.
+    ids = fitting(tokenize(request.prompts[: 2 * request.count], tokenizer, request.raw), room)
+    if not ids:
+        raise DiagnoseError(
+            f"--data: no prompt leaves room for --max-new {request.max_new} tokens in the model's context; lower "
+            "--max-new or give shorter prompts"
+        )
+    keys = [key_of(arm) for arm in request.arms]
+    if request.ratios:
+        keys.append(RolloutKey("w4a4", max(request.ratios)))
+    return Job(
+        options=EngineOptions(
+            model=request.model,
+            dtype=DTYPES[request.dtype],
+            max_model_len=max(map(len, ids)) + extra,
+            stop_token_ids=_stop_tokens(request.model, tokenizer),
+        ),
+        settings=request.settings,
+        keys=tuple(dict.fromkeys(keys)),
+        ratios=request.ratios,
+        prompts=ids[: request.count],
+        calibration=ids[request.count :] or ids,
+        max_new=request.max_new,
+        seed=request.seed,
+    )
+
+
+def _stop_tokens(folder: str, tokenizer) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        ids = None
+    ids = ids if ids is not None else tokenizer.eos_token_id
+    return tuple(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def measure(request: Request, job, collected, say: Callable[[str], None]) -> dict:
+    """Everything on the trainer's side; returns the contents of diagnose.json."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from quads_recipe import diagnose_report
+    from quads_recipe.analysis import tokens, verdict
+    from quads_recipe.analysis.measure import Measurements, arm_settings, series_settings
+    from quads_recipe.analysis.rollouts import key_of
+    from quads_recipe.analysis.trainer_side import TrainerSide
+
+    say("trainer: loading the model")
+    settings = request.settings
+    measurements = Measurements(TrainerSide(request.model, getattr(torch, DTYPES[request.dtype]), settings))
+    arms = {}
+    for arm in request.arms:
+        arms[arm] = measurements.arm(arm_settings(settings, arm), collected.own[key_of(arm)])
+        say(f"arm {arm}: mean |d| {arms[arm].summary['d'].mean:.4g}")
+    series = {r: measurements.arm(series_settings(settings, r), t) for r, t in collected.series.items()}
+    layers, left_out = None, []
+    if series:
+        layers, left_out = _layers(request, measurements, arms, series, say)
+    tokenizer = AutoTokenizer.from_pretrained(request.model)
+    return diagnose_report.contents(
+        about=about(request, job, collected),
+        settings=settings,
+        arms=arms,
+        series=series,
+        layers=layers,
+        left_out=left_out,
+        tokens=[report for arm in arms.values() for report in tokens.worst(arm, tokenizer, request.worst)],
+        verdict=verdict.judge(arms, series, left_out, request.dtype),
+        shape=measurements.shape,
+    )
+
+
+def _layers(request: Request, measurements, arms: Mapping, series: Mapping, say: Callable[[str], None]):
+    """Errors of every product, and the most erroneous layers left out at the ratio that the verdict will name."""
+    from quads_recipe.analysis import verdict
+
+    say("layers: errors of every product")
+    layers = measurements.layers({ratio: result.tokens for ratio, result in series.items()}, LAYER_TOKENS)
+    ratio = verdict.choose(arms, series).ratio
+    units = most_erroneous(layers, measurements.trainer.sites, ratio, request.leave_out)
+    if units:
+        say(f"layers: leaving out {len(units)} in turn at ratio {ratio:g}")
+    return layers, measurements.left_out(series[ratio].settings, series[ratio].tokens, units)
+
+
+def most_erroneous(layers, sites: Mapping, ratio: float, count: int) -> list[str]:
+    """The units of largest relative error at `ratio`, at most `count`, in the model's order."""
+    from quads_recipe.analysis.sites import exclusion_units
+
+    error = {}
+    for unit, members in exclusion_units(sites).items():
+        found = [layers.by_site[site].activation_error(ratio) for site in members if site in layers.by_site]
+        if found:
+            error[unit] = max(found)
+    chosen = set(sorted(error, key=lambda unit: -error[unit])[:count])
+    return [unit for unit in error if unit in chosen]
+
+
+def about(request: Request, job, collected) -> dict:
+    """Model, sizes, machine and versions."""
+    import torch
+    import transformers
+    import vllm
+
+    on_gpu = torch.cuda.is_available()
+    covered = [m["energy_covered"] for m in collected.masks if m and m.get("energy_covered") is not None]
+    return {
+        "model": Path(request.model).name,
+        "dtype": request.dtype,
+        "prompts": len(job.prompts),
+        "prompts_in_file": len(request.prompts),
+        "calibration_prompts": len(job.calibration),
+        "max_new": request.max_new,
+        "seed": request.seed,
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "vllm": vllm.__version__,
+        },
+        "energy_covered_at_half": sum(covered) / len(covered) if covered else None,
+    }
