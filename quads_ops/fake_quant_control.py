@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from quads_ops.residual import compensate
+from quads_ops import dispatch
 from quads_ops.settings import ACTOR_MODES, SettingsError
 
 
@@ -75,7 +75,7 @@ class _QuantizedActivation(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype = x.dtype
         tokens = x.to(dtype).flatten(0, -2) if x.dim() > 1 else x.to(dtype).unsqueeze(0)
-        return compensate(tokens, "w4a4", None).to(dtype).view(x.shape)
+        return dispatch.compensate(tokens).to(dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):

@@ -43,7 +43,7 @@ class QuadsExperts(nn.Module):
         control.runs[self.quads.name] += 1
         dtype = compute_dtype(self.gate_up_proj)
         weights = (self.gate_up_proj, self.down_proj)
-        sources = [Source(w, expert_scales(self.quads.name, w, dtype)) for w in weights]
+        sources = [Source(w, expert_scales(w, dtype, self.quads.name)) for w in weights]
         with fake_quantized(sources, dtype, recompute=control.recompute) as (gate_up, down):
             if control.mode == "w4a4":
                 product = QuantizedExperts(gate_up, down, self.act_fn, control)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from quads_ops import cpu_qdq
+from quads_ops import cpu_qdq, dispatch
+from quads_ops.backends import choose
 from quads_ops.fake_quant_scales import is_gathered
-from quads_ops.weights import fake_quantize_weight
 
 # Elements quantized at a time where torch does it: bounds the FP32 temporaries, and on a CPU keeps them in the cache.
 _CHUNK = {"cpu": 1 << 16}
@@ -50,9 +50,9 @@ def fake_quantized(sources: Sequence[Source], dtype: torch.dtype, *, recompute: 
 
 
 def fake_quantize(w: torch.Tensor, g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`fake_quantize_weight(w.to(dtype), g)` with bounded temporaries. w: [..., N, K]; g: FP32 [...]."""
-    if w.dtype == dtype and cpu_qdq.takes(w):  # compiled: it has none
-        return fake_quantize_weight(w, g)
+    """`dispatch.fake_quantize_weight(w.to(dtype), g)` with bounded temporaries. w: [..., N, K]; g: FP32 [...]."""
+    if w.dtype == dtype and not _in_plain_torch(w):
+        return dispatch.fake_quantize_weight(w, g)
     out = torch.empty(w.shape, dtype=dtype, device=w.device)
     matrices, scales = w.flatten(0, -3) if w.dim() > 2 else w.unsqueeze(0), g.reshape(-1)
     result = out.view(matrices.shape)
@@ -63,8 +63,13 @@ def fake_quantize(w: torch.Tensor, g: torch.Tensor, dtype: torch.dtype) -> torch
         stack = slice(first, first + step)
         for row in range(0, w.shape[-2], rows):
             part = slice(row, row + rows)
-            result[stack, part] = fake_quantize_weight(matrices[stack, part].to(dtype), scales[stack])
+            result[stack, part] = dispatch.fake_quantize_weight(matrices[stack, part].to(dtype), scales[stack])
     return out
+
+
+def _in_plain_torch(w: torch.Tensor) -> bool:
+    """Whether QDQ of `w` makes FP32 temporaries of its size; the Triton kernels and the compiled CPU path make none."""
+    return choose("fake_quantize_weight", w.device, w.dtype, w.shape[-1]) == "torch" and not cpu_qdq.takes(w)
 
 
 class _Recipe:

@@ -43,10 +43,10 @@ class ScaleGroup:
 
 
 @torch.no_grad()
-def expert_scales(name: str, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def expert_scales(w: torch.Tensor, dtype: torch.dtype, name: str = "fused experts") -> torch.Tensor:
     """global_scale_dec of each expert, FP32 [E]. w: [E, N, K]; `name` is for the error if it is not gathered."""
     if w.dim() != 3 or not is_gathered(w, w.shape):
-        raise RuntimeError(f"the experts' weights of {name} are not gathered while they run. {_REMEDY}")
+        raise RuntimeError(f"the weights of {name} are not gathered while they run. {_REMEDY}")
     return _scale(weight_amax(w), dtype)
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from quads_ops import receipt
+from quads_ops import dispatch, receipt
 from quads_ops.matrix_plan import PlannedParameter
 from quads_ops.nvfp4 import global_scale_dec
 from quads_ops.vllm_method.names import table_for
-from quads_ops.weights import quantize_weight, weight_amax
+from quads_ops.weights import weight_amax
 
 # Elements quantized at a time: bounds the FP32 temporaries.
 _CHUNK = 1 << 24
@@ -111,7 +111,7 @@ def _entries(names: tuple[str, ...], w: torch.Tensor, g: torch.Tensor) -> dict[s
     found: dict[str, receipt.Entry] = {}
     for first in range(0, w.shape[0], step):
         part = slice(first, first + step)
-        packed = quantize_weight(w[part], g[part])
+        packed = dispatch.quantize_weight(w[part], g[part])
         digests = receipt.digest(packed.packed, packed.block_scales)
         found |= receipt.entries(names[part], digests, packed.global_scale_dec)
     return found
