@@ -6,7 +6,7 @@ candidates on the GPU at hand and writes the winners to a cache file, which `cho
 
 What binds the choice for `native` (found by compiling; Triton says nothing when it falls back to BF16):
   sm_100, sm_103  the M side of a tile must be 128 and the N side at least 16, so few tokens go to the N side;
-  sm_120          any tile from 16x64; 128x128 needs 8 warps.
+  sm_120          any tile from 16x64; 128x128 spills.
 """
 
 import functools
@@ -45,17 +45,22 @@ def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
     return table
 
 
-# tokens, weights, k, warps, stages; the first entry of a token count is the default, the rest are candidates.
+# tokens, weights, k, warps, stages. Widest first: a wide tile dequantizes its tokens for more weights.
 DECODE = {
-    "emulated": _few((16, 128, 128, 4, 4), (32, 128, 128, 8, 4), (64, 128, 128, 8, 3)),
-    "native_sm100": _few((16, 128, 256, 4, 4), (32, 128, 256, 4, 4), (64, 128, 256, 8, 3)),
+    "emulated_sm80": _few((16, 128, 128, 4, 3), (32, 128, 64, 8, 3), (64, 128, 64, 8, 3)),
+    "emulated": _few(
+        (16, 256, 128, 8, 4), (16, 128, 128, 4, 4), (32, 256, 64, 8, 4), (32, 128, 128, 8, 4),
+        (64, 256, 64, 8, 3), (64, 128, 128, 8, 3),
+    ),
+    "native_sm100": _few((16, 128, 128, 4, 6), (32, 128, 256, 4, 4), (64, 128, 256, 8, 3)),
     "native_sm120": _few((16, 64, 256, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
-}
+}  # fmt: skip
+# The first is the default.
 PREFILL = {
     "emulated_sm80": (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3)),
-    "emulated": (Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 256, 64, 8, 3)),
-    "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 256, 4, 3), Tile(128, 128, 128, 4, 4)),
-    "native_sm120": (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 8, 3)),
+    "emulated": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3)),
+    "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 256, 256, 8, 2)),
+    "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
 }
 INTERPRETER = Tile(64, 64, 128, 4, 1)
 
@@ -84,28 +89,40 @@ def check_native(tile: Tile, capability: int) -> None:
 
 
 def dense_candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, ...]:
-    """Tiles for a product with this many tokens, the default first."""
-    return _candidates(capability, native, tokens)
+    """Tiles for a product with this many tokens."""
+    if capability == 0:
+        return (INTERPRETER._replace(weights_on_m=tokens <= FEW_TOKENS[-1]),)
+    name = table_name(capability, native)
+    for size in FEW_TOKENS:
+        if tokens <= size:
+            return DECODE[name][size]
+    return PREFILL[name]
 
 
 def grouped_candidates(capability: int, native: bool, pairs: int, experts: int) -> tuple[Tile, ...]:
-    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts, the default first.
+    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts.
 
     The shape decides, not the routing: that is known to the device alone.
     """
-    return _candidates(capability, native, math.ceil(pairs / max(1, min(pairs, experts))))
+    return dense_candidates(capability, native, math.ceil(pairs / max(1, min(pairs, experts))))
 
 
-def choose_dense(capability: int, native: bool, tokens: int, n: int, k: int, gpu: str = "") -> Tile:
-    """The tile for [tokens, k] x [n, k]: the tuned one where there is one for this GPU, else the default."""
+def choose_dense(
+    capability: int, native: bool, tokens: int, n: int, k: int, processors: int = 1, gpu: str = ""
+) -> Tile:
+    """The tile for [tokens, k] x [n, k] on a device with this many multiprocessors: tuned for this GPU, or default."""
     candidates = dense_candidates(capability, native, tokens)
-    return _tuned(candidates, gpu, f"dense native={native} tokens={bucket(tokens)} n={n} k={k}")
+    key = f"dense native={native} tokens={bucket(tokens)} n={n} k={k}"
+    return _tuned(candidates, gpu, key) or _widest(candidates, 1, n, processors)
 
 
-def choose_grouped(capability: int, native: bool, pairs: int, experts: int, n: int, k: int, gpu: str = "") -> Tile:
+def choose_grouped(
+    capability: int, native: bool, pairs: int, experts: int, n: int, k: int, processors: int = 1, gpu: str = ""
+) -> Tile:
     """The tile of a grouped product; as `choose_dense`."""
     candidates = grouped_candidates(capability, native, pairs, experts)
-    return _tuned(candidates, gpu, f"grouped native={native} pairs={bucket(pairs)} experts={experts} n={n} k={k}")
+    key = f"grouped native={native} pairs={bucket(pairs)} experts={experts} n={n} k={k}"
+    return _tuned(candidates, gpu, key) or _widest(candidates, min(pairs, experts), n, processors)
 
 
 def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
@@ -141,20 +158,17 @@ def save_tuned(gpu: str, winners: dict[str, Tile]) -> Path:
     return path
 
 
-def _candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, ...]:
-    if capability == 0:
-        return (INTERPRETER._replace(weights_on_m=tokens <= FEW_TOKENS[-1]),)
-    name = table_name(capability, native)
-    for size in FEW_TOKENS:
-        if tokens <= size:
-            return DECODE["emulated" if name == "emulated_sm80" else name][size]
-    return PREFILL[name]
-
-
-def _tuned(candidates: tuple[Tile, ...], gpu: str, key: str) -> Tile:
+def _tuned(candidates: tuple[Tile, ...], gpu: str, key: str) -> Tile | None:
     wanted = _load(tuned_path()).get(_owner(gpu), {}).get(key)
     # Only a tile that this version lists: others were never inspected.
-    return next((tile for tile in candidates if list(tile) == wanted), candidates[0])
+    return next((tile for tile in candidates if list(tile) == wanted), None)
+
+
+def _widest(candidates: tuple[Tile, ...], groups: int, n: int, processors: int) -> Tile:
+    """The first tile; for few tokens the first that still occupies every multiprocessor, else the last."""
+    if not candidates[0].weights_on_m:
+        return candidates[0]
+    return next((tile for tile in candidates if groups * (n // tile.weights) >= processors), candidates[-1])
 
 
 def _owner(gpu: str) -> str:

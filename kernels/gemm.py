@@ -20,6 +20,7 @@ from quads_kernels.gemm_launch import (
     check_rows,
     check_weight,
     gpu_name,
+    processors,
     run,
 )
 from quads_kernels.gemm_loop import accumulate
@@ -104,7 +105,7 @@ def w4a4_gemm(
     _check_epilogue(weight.global_scale_dec, bias, out_dtype, n, device)
     launch.require(not (native and sum_residual), SUM_NEEDS_EMULATED)
     sm = launch.capability(device)
-    tile = tile or configs.choose_dense(sm, native, m, n, k, gpu_name(device))
+    tile = tile or configs.choose_dense(sm, native, m, n, k, processors(device), gpu_name(device))
     if native and sm:
         configs.check_native(tile, sm)
     out = launch.empty((m, n), out_dtype, device)

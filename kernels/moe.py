@@ -12,7 +12,7 @@ import torch
 from quads_kernels import activation, configs, launch
 from quads_kernels.activation import Experts, Quantized
 from quads_kernels.expert_sort import sort_by_expert
-from quads_kernels.gemm_launch import gpu_name
+from quads_kernels.gemm_launch import gpu_name, processors
 from quads_kernels.grouped import add_experts, grouped_gemm
 
 
@@ -63,7 +63,7 @@ def fused_moe(
     pairs = tokens * topk
     n, k = w13.packed.shape[1], 2 * w13.packed.shape[2]
     sm = launch.capability(device)
-    tile = tile or configs.choose_grouped(sm, native, pairs, experts, n, k, gpu_name(device))
+    tile = tile or configs.choose_grouped(sm, native, pairs, experts, n, k, processors(device), gpu_name(device))
     plan = sort_by_expert(topk_ids, experts, tile.tokens, expert_map)
     form = dict(native=native, sum_residual=sum_residual)
     gate_up = grouped_gemm(rows, w13, plan, tile, out_dtype=hidden_dtype, topk=topk, **form)

@@ -43,10 +43,10 @@ def _dense(capability: int, native: bool) -> list[Variant]:
 
 
 def _grouped(capability: int, native: bool) -> list[Variant]:
-    tiles = _few(capability, native) + _many(capability, native)[:1]
-    found = [_experts_in(tile, False, native) for tile in (tiles[0], tiles[-1])]
+    tiles = _few(capability, native) + _many(capability, native)
+    found = [_experts_in(tiles[0], False, native)]
     found += [_experts_in(tile, True, native) for tile in tiles]
-    return found + [_experts_out(tile, native) for tile in (tiles[0], tiles[-1])]
+    return found + [_experts_out(tile, native) for tile in tiles]
 
 
 def _few(capability: int, native: bool) -> list[Tile]:

@@ -8,6 +8,9 @@ import torch
 from support_gemm import DEVICE, FORMS, activations, assert_product, weight, weight_values
 
 from quads_kernels.gemm import w4a4_gemm
+from quads_ops import nvfp4
+from quads_ops.gemm import compensated_weight, w4a4_linear
+from quads_ops.residual import ResidualMask
 from quads_ops.weights import PackedWeight
 
 in_interpreter = support_interpreter.fixture()
@@ -119,8 +122,6 @@ def test_every_code_and_scale_is_decoded_exactly():
     """All 16 codes under all 127 scales, times a weight of ones: sums of one block, so no rounding at all."""
     codes = torch.arange(16, dtype=torch.uint8).expand(127, 16)
     scales = torch.arange(127, dtype=torch.uint8)[:, None].contiguous()
-    from quads_ops import nvfp4
-
     rows = support_gemm.Quantized(torch.ones(127), None, nvfp4.pack(codes), scales, None, None)
     rows = rows._replace(**{name: part.to(DEVICE) for name, part in rows._asdict().items() if part is not None})
     # Row j of the weight is 1 (code 2, scale byte 0x38) at k = j and 0 elsewhere: the product reads out x.
@@ -176,3 +177,51 @@ def test_the_interpreter_still_needs_its_repair(monkeypatch):
     a, w = activations(4, 64, 2), weight(40, 64)
     with pytest.raises(AssertionError, match="times the bound"):
         assert_product(multiply(a, w, native=True), a.values, weight_values(w))
+
+
+@pytest.mark.parametrize("kept", [3, 16])
+@forms
+def test_summing_in_fp16_errs_by_fp16_rounding_only(form, kept):
+    a, w = activations(9, 256, kept), weight(40, 256)
+    out = multiply(a, w, form, sum_residual=True).cpu()
+    values = weight_values(w)
+    error = (out.double() - a.values @ values.t()).abs()
+    assert (error <= (2**-12 + support_gemm.BOUND) * (a.values.abs() @ values.abs().t())).all()
+    # The residual is in the sum: without it the error is far larger.
+    plain = activations_without_residual(a)
+    lost = (multiply(plain, w, form).cpu().double() - a.values @ values.t()).abs()
+    assert error.mean() < 0.02 * lost.mean()
+
+
+def activations_without_residual(a):
+    rows = a.rows._replace(residual_packed=None, residual_block_scales=None)
+    return support_gemm.Activations(rows, a.values)
+
+
+def test_native_multiplies_twice():
+    a, w = activations(4, 64, 2), weight(40, 64)
+    with pytest.raises(ValueError, match="sum_residual"):
+        multiply(a, w, native=True, sum_residual=True)
+
+
+LINEAR_MODES = {
+    "plain": lambda k: None,
+    "all": lambda k: "all",
+    "blocks": lambda k: ResidualMask(blocks=torch.arange(k // 16) % 3 == 1),
+    "channels": lambda k: ResidualMask(channels=torch.arange(k) % 5 < 2),
+}
+
+
+@pytest.mark.parametrize("mode", LINEAR_MODES)
+@pytest.mark.parametrize(("m", "k"), [(1, 48), (70, 208)])
+def test_linear_equals_the_torch_backend(mode, m, k):
+    """Quantizing, reordering and multiplying, against the definition."""
+    x = torch.randn(m, k).bfloat16().to(DEVICE)
+    w, bias = compensated_weight(weight(40, k), LINEAR_MODES[mode](k)), torch.randn(40, device=DEVICE)
+    stats = {backend: torch.zeros(2, k // 16, device=DEVICE) for backend in ("torch", "emulated")}
+    out = {
+        backend: w4a4_linear(x, w, bias=bias, stats=lines, out_dtype=torch.float32, backend=backend).cpu()
+        for backend, lines in stats.items()
+    }
+    assert torch.allclose(out["emulated"], out["torch"], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(stats["emulated"].sum(0), stats["torch"].sum(0), rtol=1e-4)
