@@ -2,61 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
+import pytest
 import torch
+from support_models import tiny_config
+from transformers import AutoModelForCausalLM
 
-VOCAB = 96
-_COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    max_position_embeddings=256,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, intermediate_size=64, decoder_sparse_step=1)
+from quads_ops import nvfp4
+from quads_ops.weights import fake_quantize_weight, weight_amax
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+# vLLM's CPU attention takes heads of 32 and more, and Qwen2 computes its head size from these.
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def model_config(kind: str, **changes):
-    """Configuration of a tiny model: qwen3_moe, qwen2_moe (shared expert, biases), mixtral, qwen3, llama."""
-    import transformers
+def vllm_cpu():
+    """Mark for tests that start a vLLM engine on a CPU."""
+    try:
+        from vllm.platforms import current_platform
 
-    table = {
-        "qwen3_moe": (transformers.Qwen3MoeConfig, {**_COMMON, **_MOE, "norm_topk_prob": True}),
-        "qwen2_moe": (transformers.Qwen2MoeConfig, {**_COMMON, **_MOE, "shared_expert_intermediate_size": 48}),
-        "mixtral": (
-            transformers.MixtralConfig,
-            {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
-        ),
-        "qwen3": (transformers.Qwen3Config, {**_COMMON, "intermediate_size": 96}),
-        "llama": (transformers.LlamaConfig, {**_COMMON, "intermediate_size": 96}),
-    }
-    cls, values = table[kind]
-    values = {"tie_word_embeddings": False, **values, **changes}
-    if kind == "qwen2_moe":
-        values.pop("head_dim")  # Qwen2 has none: it is hidden_size / heads
-    return cls(**values)
+        return pytest.mark.skipif(not current_platform.is_cpu(), reason="needs the CPU build of vLLM")
+    except ImportError:
+        return pytest.mark.skip(reason="needs vLLM")
 
 
-def make_model(folder: Path, kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
-    """Write a random tiny model to `folder` and return it (Hugging Face, eval mode)."""
-    import transformers
-
-    torch.manual_seed(seed)
-    config = model_config(kind, **changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+def make_model(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides):
+    """Write a random tiny model of a family of support_models to `folder` and return it (eval mode)."""
+    config = tiny_config(family, **{**_HEADS, **overrides})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomize(model, seed)
+    model = model.to(dtype)
     model.save_pretrained(folder)
     return model
 
@@ -70,24 +50,60 @@ def randomize(model, seed: int) -> None:
             p.copy_(1 + 0.1 * noise if "norm" in name else noise * (0.3 if "embed" in name or "bias" in name else 0.15))
 
 
-def checkpoint(model) -> dict[str, torch.Tensor]:
+def checkpoint(model) -> list[tuple[str, torch.Tensor]]:
     """What the trainer sends: transformers 5 names in memory, with the fused experts taken apart."""
-    sent = {}
+    sent = []
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach()
-        if name.endswith(".mlp.experts.gate_up_proj"):
-            base = name.removesuffix(".gate_up_proj")
-            for e, pair in enumerate(tensor):
-                gate, up = pair.chunk(2, 0)
-                sent[f"{base}.{e}.gate_proj.weight"] = gate.contiguous()
-                sent[f"{base}.{e}.up_proj.weight"] = up.contiguous()
-        elif name.endswith(".mlp.experts.down_proj"):
-            base = name.removesuffix(".down_proj")
-            for e, down in enumerate(tensor):
-                sent[f"{base}.{e}.down_proj.weight"] = down.contiguous()
-        else:
-            sent[name] = tensor
+        base, _, last = name.rpartition(".")
+        if not base.endswith(".experts"):
+            sent.append((name, tensor))
+            continue
+        for e, matrix in enumerate(tensor):
+            if last == "down_proj":
+                sent.append((f"{base}.{e}.down_proj.weight", matrix.contiguous()))
+            else:
+                gate, up = matrix.chunk(2, 0)
+                sent.append((f"{base}.{e}.gate_proj.weight", gate.contiguous()))
+                sent.append((f"{base}.{e}.up_proj.weight", up.contiguous()))
     return sent
+
+
+def quantized_groups(model, experts_only: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Matrix -> (weight, global_scale_dec), written down apart from the product: which matrices share a scale."""
+    groups: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def group(*named):
+        g = nvfp4.global_scale_dec(torch.stack([weight_amax(w) for _, w in named]).amax())
+        groups.update({name: (w, g) for name, w in named})
+
+    for i, layer in enumerate(model.model.layers):
+        base = f"model.layers.{i}"
+        attention = [(f"{base}.self_attn.{x}_proj", getattr(layer.self_attn, f"{x}_proj").weight) for x in "qkvo"]
+        if not experts_only:
+            group(*attention[:3])
+            group(attention[3])
+        mlps = {f"{base}.mlp": layer.mlp, f"{base}.mlp.shared_expert": getattr(layer.mlp, "shared_expert", None)}
+        for name, mlp in mlps.items():
+            if hasattr(mlp, "gate_proj") and not experts_only:
+                group((f"{name}.gate_proj", mlp.gate_proj.weight), (f"{name}.up_proj", mlp.up_proj.weight))
+                group((f"{name}.down_proj", mlp.down_proj.weight))
+        if hasattr(layer.mlp, "experts"):
+            for e, (gate_up, down) in enumerate(zip(layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj)):
+                name = f"{base}.mlp.experts.{e}"
+                gate, up = gate_up.chunk(2, 0)
+                group((f"{name}.gate_proj", gate), (f"{name}.up_proj", up))
+                group((f"{name}.down_proj", down))
+    return groups
+
+
+def fake_quantized(model, experts_only: bool = False):
+    """A copy of the model whose matrices are replaced by their NVFP4 values."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for w, g in quantized_groups(model, experts_only).values():
+            w.copy_(fake_quantize_weight(w, g))
+    return model
 
 
 def hf_logprobs(model, prompts: list[list[int]]) -> list[torch.Tensor]:
@@ -97,14 +113,13 @@ def hf_logprobs(model, prompts: list[list[int]]) -> list[torch.Tensor]:
         for ids in prompts:
             ids = torch.tensor([ids])
             logits = model(ids).logits.float()
-            picked = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])
-            out.append(picked[:, 0])
+            out.append(logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0])
     return out
 
 
 def prompts(count: int = 6, length: int = 24, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCAB, (length - i,), generator=generator).tolist() for i in range(count)]
+    return [torch.randint(6, 128, (length - i,), generator=generator).tolist() for i in range(count)]
 
 
 @contextmanager
@@ -112,33 +127,31 @@ def engine(folder: Path, options: dict | None, dtype: str = "float32", in_proces
     """A vLLM engine that is shut down at the end. options: of quads_nvfp4, or None for vLLM without it."""
     from vllm import LLM
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     if options is not None:
         kwargs["hf_overrides"] = {"quantization_config": {"quant_method": "quads_nvfp4", **options}}
-    llm = LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype=dtype,
-        max_model_len=128,
-        max_num_seqs=16,
-        enforce_eager=kwargs.pop("enforce_eager", True),
-        enable_prefix_caching=False,
-        seed=0,
-        disable_log_stats=True,
-        **kwargs,
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        _forget_parallel_state()
+    settings = dict(max_model_len=128, max_num_seqs=16, enforce_eager=True, enable_prefix_caching=False, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
+        # vLLM's CPU worker replaces these in its process, which is the test's here.
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
+        for name in ("synchronize", "empty_cache"):
+            patch.setattr(torch.accelerator, name, getattr(torch.accelerator, name))
+        llm = LLM(
+            model=str(folder), skip_tokenizer_init=True, dtype=dtype, disable_log_stats=True, **{**settings, **kwargs}
+        )
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            if in_process:
+                from vllm.distributed import cleanup_dist_env_and_memory
+
+                cleanup_dist_env_and_memory()
 
 
-def _forget_parallel_state() -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
+def model_runner(llm):
+    """vLLM's model runner of an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def vllm_logprobs(llm, batch: list[list[int]], one_by_one: bool = False) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from quads_ops.fp8 import fp8_qdq, row_amax
 from quads_ops.settings import RolloutSettings
 from quads_ops.vllm_method.compensation import Compensation
-from quads_ops.vllm_method.weight_fp8 import fp8_qdq
 
 
 class Activation(Protocol):
@@ -40,7 +40,7 @@ class Fp8Activation:
     """E4M3 with a scale per token."""
 
     def one(self, x: torch.Tensor) -> torch.Tensor:
-        return fp8_qdq(x, x.abs().amax(-1).float())
+        return fp8_qdq(x, row_amax(x))
 
     def grouped(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return self.one(x)

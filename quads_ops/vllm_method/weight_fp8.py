@@ -7,27 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from quads_ops import receipt
-from quads_ops.formats import E4M3_MAX
+from quads_ops.fp8 import fp8_quantize, row_amax
 from quads_ops.vllm_method import source_amax
 from quads_ops.vllm_method.compat_vllm import tp_reduce_
 from quads_ops.vllm_method.kernel_tensors import KernelTensors
 from quads_ops.vllm_method.shards import Shard
-
-
-def fp8_qdq(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Quantize to E4M3 with scale amax / 448 and back: FP32, shape of x.
-
-    x: [..., K]. amax: FP32, x.shape[:-1], not negative.
-    """
-    codes, scale = fp8_quantize(x, amax)
-    return codes.float() * scale.unsqueeze(-1)
-
-
-def fp8_quantize(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes [..., K] and FP32 scales [...]; a row of zeros has scale 1."""
-    scale = torch.where(amax == 0, 1.0, amax.float() / E4M3_MAX)
-    scaled = x.float() / scale.unsqueeze(-1)
-    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
 class Fp8Weight(KernelTensors):
@@ -41,7 +25,7 @@ class Fp8Weight(KernelTensors):
     @staticmethod
     def observe(matrix: torch.Tensor) -> torch.Tensor:
         """amax of each output channel of a whole matrix: [N, K] -> FP32 [N]."""
-        return _row_amax(matrix)
+        return row_amax(matrix)
 
     def load(self, w: torch.Tensor) -> None:
         """Quantize `w` into the kernel tensors. Raises ValueError on NaN or Inf."""
@@ -61,7 +45,7 @@ class Fp8Weight(KernelTensors):
 
     def _channel_amax(self, w: torch.Tensor) -> torch.Tensor:
         if not source_amax.streaming():
-            amax = _row_amax(w)
+            amax = row_amax(w)
             split_k = any(shard.full_shape[1] != shard.columns for shard in self.shards)
             return tp_reduce_(amax, torch.distributed.ReduceOp.MAX) if split_k else amax
         amax = torch.empty(w.shape[:-1], dtype=torch.float32, device=w.device)
@@ -71,7 +55,3 @@ class Fp8Weight(KernelTensors):
             part[shard.rows] = observed[shard.row0 : shard.row0 + size].to(w.device)
         return amax
 
-
-def _row_amax(w: torch.Tensor) -> torch.Tensor:
-    low, high = torch.aminmax(w, dim=-1)
-    return torch.maximum(-low, high).float()

@@ -1,0 +1,153 @@
+"""Masks of the rollout: frozen between syncs, from statistics, from the weights before there are any."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from quads_ops import residual
+from quads_ops.settings import ResidualSettings, SettingsError
+from quads_ops.vllm_method import compensation as module
+from quads_ops.vllm_method.compensation import Compensation
+
+K, BLOCKS = 128, 8
+
+
+@pytest.fixture(autouse=True)
+def real_tokens(monkeypatch):
+    monkeypatch.setattr(module, "serving_real_tokens", lambda: True)
+
+
+def make(experts=None, **settings) -> Compensation:
+    compensation = Compensation(ResidualSettings(**{"ratio": 0.5, **settings}), "layer", K, experts)
+    compensation.create(torch.device("cpu"))
+    weights = torch.rand(*(() if experts is None else (experts,)), K)
+    compensation.set_weight_energy(weights)
+    compensation.roll()
+    return compensation
+
+
+def spiky(rows: int, block: int) -> torch.Tensor:
+    """Tokens whose residual is large in one block."""
+    x = torch.randn(rows, K) * 0.01
+    x[:, 16 * block : 16 * block + 16] = torch.randn(rows, 16) * 10
+    return x
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("scope", ["step", "token"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_equal_to_the_reference(granularity, scope, ratio):
+    compensation = make(ratio=ratio, granularity=granularity, scope=scope)
+    x = torch.randn(9, K)
+    if ratio in (0.0, 1.0):
+        mode = "all" if ratio else None
+    elif scope == "token":
+        mode = residual.TokenMask(ratio, granularity)
+    else:
+        mode = residual.ResidualMask(**{f"{granularity}s": compensation.mask[0]})
+    assert torch.equal(compensation.one(x), residual.compensate(x, "w4a4", mode))
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_experts_have_their_own_masks_and_statistics(granularity):
+    compensation = make(experts=3, granularity=granularity)
+    x, counts = torch.randn(10, K), [4, 0, 6]
+    out = compensation.grouped(x, counts)
+    for expert, rows in ((0, slice(0, 4)), (2, slice(4, 10))):
+        mask = residual.ResidualMask(**{f"{granularity}s": compensation.mask[expert]})
+        assert torch.equal(out[rows], residual.compensate(x[rows], "w4a4", mask))
+        expected = residual.residual_statistics(x[rows], granularity)
+        torch.testing.assert_close(compensation.energy[expert], expected)
+    assert compensation.tokens.tolist() == counts
+    assert not compensation.energy[1].any()
+
+
+def test_before_statistics_the_mask_comes_from_the_weights():
+    compensation = make()
+    blocks = compensation.weight_energy[0]
+    assert torch.equal(compensation.mask[0], residual.select_mask(blocks, 0.5).flags)
+    assert compensation.roll().summary(0.5)["from_prior"] is True
+    assert compensation.describe()["from_prior"] == [True]
+
+
+def test_frozen_between_syncs_then_chosen_from_statistics():
+    compensation = make(ratio=1 / BLOCKS)
+    before = compensation.mask.clone()
+    addresses = [t.data_ptr() for t in compensation._state.values()]
+    spike = int((~before[0]).nonzero()[0])
+    for _ in range(3):
+        compensation.one(spiky(7, spike))
+    assert torch.equal(compensation.mask, before)
+    report = compensation.roll()
+    assert compensation.mask[0].nonzero().tolist() == [[spike]]
+    assert (report.moved, report.entries, report.from_prior) == (2, BLOCKS, 0)
+    assert report.summary(0.125)["energy_covered"] < 0.05  # the old mask was elsewhere
+    compensation.one(spiky(7, spike))
+    assert compensation.roll().summary(0.125)["energy_covered"] > 0.95
+    assert [t.data_ptr() for t in compensation._state.values()] == addresses
+    assert not compensation.energy.any() and not compensation.tokens.any()
+
+
+def test_moving_average_is_per_token():
+    compensation = make(ema=0.75)
+    x, y = torch.randn(5, K), 3 * torch.randn(50, K)
+    compensation.one(x)
+    compensation.roll()
+    compensation.one(y)
+    compensation.roll()
+    expected = 0.75 * residual.residual_statistics(x) / 5 + 0.25 * residual.residual_statistics(y) / 50
+    torch.testing.assert_close(compensation.average[0], expected)
+
+
+def test_a_period_without_tokens_keeps_the_average():
+    compensation = make()
+    compensation.one(spiky(5, 3))
+    compensation.roll()
+    average, mask = compensation.average.clone(), compensation.mask.clone()
+    report = compensation.roll()
+    assert report.measured == 0 and report.summary(0.5)["energy_covered"] is None
+    assert torch.equal(compensation.average, average) and torch.equal(compensation.mask, mask)
+
+
+def test_weighted_score():
+    plain, weighted = make(ratio=1 / BLOCKS), make(ratio=1 / BLOCKS, score="weighted")
+    x = spiky(5, 2) + 0.5 * spiky(5, 6)
+    for compensation in (plain, weighted):
+        squares = torch.ones(K)
+        squares[96:112] = 100.0
+        compensation.set_weight_energy(squares)
+        compensation.one(x)
+        compensation.roll()
+    assert plain.mask[0].nonzero().tolist() == [[2]]
+    assert weighted.mask[0].nonzero().tolist() == [[6]]
+
+
+def test_profiling_runs_are_not_counted(monkeypatch):
+    compensation = make()
+    monkeypatch.setattr(module, "serving_real_tokens", lambda: False)
+    compensation.one(torch.randn(5, K))
+    assert not compensation.energy.any() and not compensation.tokens.any()
+
+
+def test_ratio_can_be_changed_and_statistics_forgotten():
+    compensation = make()
+    compensation.one(spiky(5, 1))
+    compensation.roll()
+    compensation.set_ratio(0.25)
+    assert int(compensation.mask.sum()) == 2 and bool(compensation.mask[0, 1])
+    compensation.set_ratio(1.0)
+    x = torch.randn(3, K)
+    assert torch.equal(compensation.one(x), residual.compensate(x, "w4a4", "all"))
+    compensation.forget()
+    compensation.set_ratio(0.5)
+    assert torch.equal(compensation.mask[0], residual.select_mask(compensation.weight_energy[0], 0.5).flags)
+    with pytest.raises(SettingsError, match="residual.ratio"):
+        compensation.set_ratio(1.5)
+
+
+def test_statistics_that_overflow_name_the_layer():
+    compensation = make()
+    compensation.one(torch.full((2, K), 3e38) * torch.linspace(-1, 1, K))
+    with pytest.raises(ValueError, match="layer: .*non-finite"):
+        compensation.roll()
