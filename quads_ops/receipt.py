@@ -9,6 +9,7 @@ probability 2^-64. It guards against mistakes, not against an adversary.
 Source of the mixing: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014), as SplitMix64.
 """
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -114,6 +115,12 @@ def compare(trainer: Mapping[str, Entry], rollout: Mapping[str, Entry], *, show:
         problems.append(_listing("different", different, show))
     if problems:
         raise ReceiptMismatch("trainer and rollout hold different NVFP4 weights after the sync. " + "; ".join(problems))
+
+
+def checksum(receipt: Mapping[str, Entry]) -> int:
+    """One number for all weights, in [0, 2^24), so that a float32 metric holds it: equal receipts, equal checksums."""
+    text = repr(sorted((name, *entry) for name, entry in receipt.items()))
+    return zlib.crc32(text.encode()) & 0xFFFFFF
 
 
 def _difference(a: Entry, b: Entry) -> str:

@@ -215,3 +215,10 @@ def test_a_nan_scale_is_equal_to_itself():
     w = torch.randn(1, 16, 16)
     w[0, 0, 0] = torch.nan
     compare(receipt_of(w, ["a"]), receipt_of(w, ["a"]))
+
+
+def test_checksum_tells_receipts_apart_and_ignores_order():
+    a = {"x": receipt.Entry(1, 2, 3), "y": receipt.Entry(4, 5, 6)}
+    assert receipt.checksum(a) == receipt.checksum(dict(reversed(a.items())))
+    assert receipt.checksum(a) != receipt.checksum(a | {"y": receipt.Entry(4, 5, 7)})
+    assert 0 <= receipt.checksum(a) < 2**24

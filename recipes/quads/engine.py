@@ -104,6 +104,13 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         self.fake_quant.check()
         return result
 
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        # On a CPU verl takes the log-softmax in the dtype of the logits; bf16 would round each logprob to 8 bits, more
+        # than the mismatch that is measured. On a GPU its cross entropy computes in fp32.
+        if get_device_name() == "cpu":
+            output.logits = output.logits.float()
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
     @contextmanager
     def fake_quant_mode(self, mode: str) -> Iterator[None]:
         """Compute with another actor mode for a while; parameters and RNG are not touched.

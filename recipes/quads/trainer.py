@@ -25,6 +25,15 @@ def _load_replica():
     return QuadsReplica
 
 
+def _sync_line(step: int, metrics: dict[str, float]) -> str:
+    matrices = int(metrics["quads/receipts_matrices_min"])
+    seconds = f"in {metrics['quads/sync_seconds_max']:.2f} s"
+    if not matrices:
+        return f"weights of step {step} synced {seconds}, no NVFP4 matrices"
+    checksum = int(metrics["quads/receipt_checksum_max"])
+    return f"weights of step {step} synced {seconds}, {matrices} NVFP4 matrices equal, checksum {checksum:06x}"
+
+
 @register_trainer(NAME)
 class QuadsTrainer(PPOTrainerSync):
     """PPOTrainerSync (verl/trainer/ppo/v1/trainer_sync.py) plus receipts and log-space mismatch metrics."""
@@ -56,7 +65,9 @@ class QuadsTrainer(PPOTrainerSync):
         while pending:  # the first failure ends the run; ranks that wait for it in a collective never return
             done, pending = ray.wait(pending)
             results += ray.get(done)
-        return quads_metrics.merge_ranks(results)
+        metrics = quads_metrics.merge_ranks(results)
+        print(f"quads: {_sync_line(self.global_steps, metrics)}", flush=True)
+        return metrics
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)

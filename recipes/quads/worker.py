@@ -47,6 +47,7 @@ class QuadsWorker(ActorRolloutRefWorker):
         metrics = {
             "quads/receipts_equal_min": 1.0,
             "quads/receipts_matrices_min": float(len(rollout["receipt"])),
+            "quads/receipt_checksum_max": float(receipt.checksum(rollout["receipt"])),
             "quads/requantize_seconds_max": rollout["seconds"],
         }
         if rollout.get("changed_codes") is not None:
