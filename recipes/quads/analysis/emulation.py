@@ -144,7 +144,7 @@ class Emulation:
         """As the forward of transformers' experts: [T, H], int64 [T, k], float [T, k] -> [T, H]."""
         state, dtype = self._state, compute_dtype(module.gate_up_proj)
         weights = [
-            self._weight(w, dtype, functools.partial(expert_scales, gate_up.modules[0], w, dtype))
+            self._weight(w, dtype, functools.partial(expert_scales, w, dtype, gate_up.modules[0]))
             for w in (module.gate_up_proj, module.down_proj)
         ]
         if state.leg.activations == "none" and state.observer is None:
