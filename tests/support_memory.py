@@ -22,17 +22,20 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter):
-                self._track(leaf)
-        self.peak = max(self.peak, self.live())
+        leaves = tree_leaves((args, kwargs, out))
+        new = [self._track(x) for x in leaves if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        if any(new) or "resize" in func.name():  # nothing else makes the sum grow
+            self.peak = max(self.peak, self.live())
         return out
 
-    def _track(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage was not known yet."""
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
-        if known is None or known.expired():
-            self._storages[storage._cdata] = StorageWeakRef(storage)
+        if known is not None and not known.expired():
+            return False
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+        return True
 
     def live(self) -> int:
         """Bytes alive now."""
