@@ -79,7 +79,7 @@ class ResidualSettings:
     granularity: str = "block"
     """`block`: units of 16 channels, saves FLOPs on a GPU. `channel`: single channels, more exact, saves none."""
     scope: str = "step"
-    """`step`: one mask per layer, frozen between two weight syncs. `token`: chosen anew for every token; saves no FLOPs."""
+    """`step`: one mask per layer, frozen between two weight syncs. `token`: chosen for every token, saves no FLOPs."""
     score: str = "residual"
     """`residual`: sum of r^2. `weighted`: r^2 times the squared norm of the weights it meets."""
     ema: float = 0.5
@@ -127,6 +127,22 @@ class ActorSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """The probe that splits the mismatch into weights, activations and kernels while training."""
+
+    every: int = 0
+    """Every how many steps it runs; 0: never."""
+    sequences: int = 32
+    """How many sequences of the step it looks at, at most."""
+
+    def __post_init__(self):
+        for name, low in (("every", 0), ("sequences", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise SettingsError(f"quads.probe.{name}", value, f"must be a whole number, {low} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuadsSettings:
     """The whole `quads:` block."""
 
@@ -139,6 +155,7 @@ class QuadsSettings:
     group_size: int = 16
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    probe: ProbeSettings = field(default_factory=ProbeSettings)
     sync_timeout_s: float = 50.0
     """Longest wait in seconds for the rollout to take one weight bucket; after it the run ends with the cause."""
 
@@ -160,8 +177,9 @@ class QuadsSettings:
             SettingsError: unknown key, wrong type, or a value outside its range.
         """
         top = _mapping(
-            "quads", block, ("arm", "targets", "exclude", "group_size", "actor", "rollout", "sync_timeout_s")
+            "quads", block, ("arm", "targets", "exclude", "group_size", "actor", "rollout", "probe", "sync_timeout_s")
         )
+        probe = _mapping("quads.probe", top.get("probe"), ("every", "sequences"))
         actor = _mapping("quads.actor", top.get("actor"), ("mode",))
         rollout = _mapping("quads.rollout", top.get("rollout"), ("mode", "residual"))
         residual = _mapping(
@@ -180,6 +198,7 @@ class QuadsSettings:
             group_size=16 if top.get("group_size") is None else top["group_size"],
             actor=ActorSettings(mode=actor.get("mode") or actor_mode),
             rollout=RolloutSettings(mode=overridden, residual=ResidualSettings(**{"ratio": ratio, **_given(residual)})),
+            probe=ProbeSettings(**_given(probe)),
             **_given({"sync_timeout_s": top.get("sync_timeout_s")}),
         )
 

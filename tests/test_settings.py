@@ -60,6 +60,8 @@ WRONG = [
     ({"targets": []}, "quads.targets", "arm bf16"),
     ({"targets": [3]}, "quads.targets", "non-empty string"),
     ({"exclude": "lm_head"}, "quads.exclude", "list"),
+    ({"probe": {"every": -1}}, "quads.probe.every", "0 or more"),
+    ({"probe": {"sequences": 0}}, "quads.probe.sequences", "1 or more"),
     ({"sync_timeout_s": 0}, "quads.sync_timeout_s", "3600"),
 ]
 

@@ -38,6 +38,7 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
     Attributes:
         settings: the `quads:` block, or None (stock engine).
         fake_quant: control of the converted modules, or None (actor.mode none).
+        plan: parameter -> what of it the rollout quantizes; empty where it quantizes nothing.
         last_receipt: matrix -> Entry of the last weight export, on every rank; None until the export is exhausted,
             empty where the rollout holds no NVFP4 weights.
     """
@@ -47,7 +48,7 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         self.settings = _settings(self.engine_config)
         self.fake_quant: FakeQuantControl | None = None
         self.last_receipt: dict[str, Entry] | None = None
-        self._plan: dict[str, PlannedParameter] = {}
+        self.plan: dict[str, PlannedParameter] = {}
         if self.settings is not None:
             self._check_config()
 
@@ -69,7 +70,7 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         if settings is None or (settings.actor.mode == "none" and settings.rollout.mode == "bf16"):
             return module
         targets = Targets(settings.targets, settings.exclude)
-        self._plan = plan_parameters(module, targets)
+        self.plan = plan_parameters(module, targets)
         if settings.actor.mode != "none":
             # Under gradient checkpointing the graph of a layer, and so its fake-quantized weights, live only while the
             # layer's backward runs; recomputing them once more would gain nothing.
@@ -150,10 +151,10 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
     def _export(self, params: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         receipts = None
         if self.settings.rollout.mode in _NVFP4_ROLLOUTS:
-            receipts = ReceiptWriter(self._plan, dist.get_rank(), dist.get_world_size())
+            receipts = ReceiptWriter(self.plan, dist.get_rank(), dist.get_world_size())
         yield from stream(
             params,
-            self._plan,
+            self.plan,
             receipts,
             dtype=self._autocast_dtype,
             model_type=self.model_config.hf_config.model_type,

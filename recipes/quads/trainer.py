@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 import transfer_queue as tq
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -13,7 +13,9 @@ from verl.utils.debug import marked_timer
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from quads_ops.settings import QuadsSettings
 from quads_recipe import metrics as quads_metrics
+from quads_recipe import probe
 from quads_recipe.worker import QuadsWorker
 
 NAME = "quads_sync"
@@ -41,6 +43,7 @@ class QuadsTrainer(PPOTrainerSync):
     def __init__(self, config):
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # what the base class and its replay buffer know this mode as
+        self.settings = QuadsSettings.from_dict(OmegaConf.to_container(config.quads, resolve=True))
         RolloutReplicaRegistry.register("vllm", _load_replica)
         super().__init__(config)
 
@@ -80,4 +83,13 @@ class QuadsTrainer(PPOTrainerSync):
                 rollout=data["rollout_log_probs"], actor=data["old_log_probs"], mask=data["response_mask"]
             )
         )
+        every = self.settings.probe.every
+        if every and self.global_steps % every == 0:
+            with marked_timer("probe", self.timing_raw, color="olive"):
+                metrics.update(self._probe(batch))
         return batch
+
+    def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
+        dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return probe.run(self.actor_rollout_wg, batch, self.settings, dp_size, temperature)

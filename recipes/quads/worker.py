@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
-from verl.single_controller.base.decorator import Dispatch, register
+import torch
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from quads_ops import receipt
+from quads_recipe.probe import LEG_FIELD, ProbeForwards
 from quads_recipe.weight_sync import QuadsServerAdapter
 
 
 class QuadsWorker(ActorRolloutRefWorker):
     """ActorRolloutRefWorker whose rollout is a QuadsServerAdapter and whose `update_weights` returns metrics."""
+
+    _probe: ProbeForwards | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
@@ -25,6 +32,32 @@ class QuadsWorker(ActorRolloutRefWorker):
                 device_mesh=stock.device_mesh,
                 sync_timeout_s=self.config.actor.fsdp_config.quads.get("sync_timeout_s", 50.0),
             )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def fetch_masks(self) -> None:
+        """Get the residual masks in force from the first rollout replica, on every rank, for `compute_leg_log_prob`.
+
+        Each replica chooses masks from the tokens that it generated, so with several replicas those of the others may
+        differ a little.
+        """
+        masks = [None]
+        if self.rank == 0:
+            masks = [await self.rollout._execute_method("quads_masks")]
+        torch.distributed.broadcast_object_list(masks, src=0)
+        self._probe_forwards().set_masks(masks[0])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_leg_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """`compute_log_prob`, as the leg that the batch names (see quads_recipe.probe)."""
+        leg = tu.pop(data, key=LEG_FIELD)
+        with nullcontext() if leg == "actor" else self._probe_forwards().leg(leg):
+            output = self.actor.infer_batch(data)
+        return output.cpu() if output is not None else None
+
+    def _probe_forwards(self) -> ProbeForwards:
+        if self._probe is None:
+            self._probe = ProbeForwards(self.actor.engine)
+        return self._probe
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:

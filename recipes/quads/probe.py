@@ -1,0 +1,118 @@
+"""The probe: where the mismatch of a step comes from, measured on some of its own rollouts.
+
+Every `quads.probe.every` steps the trainer runs the legs of `quads_recipe.analysis.legs` on the first
+`quads.probe.sequences` sequences: its own forward, one with the rollout's weights, one with the rollout's activations
+too (same residual masks). They split d = logp_rollout - logp_actor into d_weight + d_act + d_num, token by token.
+
+It costs three forwards of those sequences. It runs without gradients and touches no parameter, no optimizer state and
+no RNG, so training is the same with and without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.workers.utils.padding import response_from_nested
+
+from quads_ops.settings import QuadsSettings
+from quads_recipe.analysis.decompose import decompose, nonfinite, summarize
+from quads_recipe.analysis.emulation import Emulation
+from quads_recipe.analysis.legs import path_of
+from quads_recipe.analysis.masks import from_rollout, to_device
+from quads_recipe.analysis.sites import experts_per_token
+
+LEGS = ("actor", "weights", "activations")
+LEG_FIELD = "quads_leg"
+"""Name of the batch-level value that tells a worker which leg to run."""
+
+
+class ProbeForwards:
+    """The worker's side: verl's forward as one of the legs.
+
+    Args:
+        engine: the initialized QuadsFSDPEngine.
+    """
+
+    def __init__(self, engine):
+        self._engine, self._path = engine, path_of(engine.settings)
+        self._residuals = None
+        self._emulation = None
+        if engine.plan:
+            experts = experts_per_token(engine.model_config.hf_config)
+            self._emulation = Emulation(engine.module, engine.plan, experts)
+
+    def set_masks(self, workers: list[list[dict]]) -> None:
+        """workers: what the rollout's workers returned from `quads_masks`."""
+        device = next(self._engine.module.parameters()).device
+        self._residuals = to_device(from_rollout(workers), device)
+
+    @contextmanager
+    def leg(self, name: str) -> Iterator[None]:
+        """Forwards of the engine within it are those of the leg `weights` or `activations`."""
+        if self._emulation is None:  # nothing is quantized on either side: every leg is the actor's forward
+            yield
+            return
+        leg = getattr(self._path, name)
+        with self._engine.unquantized(), self._emulation.running(leg, self._residuals if leg.compensated else None):
+            yield
+
+
+def run(
+    worker_group, batch: KVBatchMeta, settings: QuadsSettings, dp_size: int, temperature: float
+) -> dict[str, float]:
+    """Split the mismatch of a part of `batch`, whose rollout logprobs are in the TransferQueue.
+
+    Returns dict of `quads/probe_*` metrics, in nats; empty if the batch has fewer sequences than `dp_size`.
+    """
+    start = time.monotonic()
+    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    rows = rows[: min(len(rows), settings.probe.sequences) // dp_size * dp_size]
+    if not rows:
+        return {}
+    if settings.rollout.residual.ratio > 0:
+        worker_group.fetch_masks()
+    part = batch.select_keys(rows)
+    part.extra_info.update({"calculate_entropy": False, "compute_loss": False, "temperature": temperature})
+    legs = [_leg(worker_group, part, leg) for leg in LEGS]
+    rollout, sequence = _rollout_logprobs(part)
+    parts = decompose(rollout, *legs)
+    summary = summarize(parts, sequence)
+    metrics = {
+        "quads/probe_seconds_max": time.monotonic() - start,
+        "quads/probe_tokens_sum": float(rollout.numel()),
+        "quads/probe_nonfinite_sum": float(nonfinite(parts)),
+        "quads/probe_sum_error_max": parts.error(),
+    }
+    for name, of in summary.items():
+        metrics |= {
+            f"quads/probe_{name}_abs_mean": of.mean,
+            f"quads/probe_{name}_abs_p99": of.p99,
+            f"quads/probe_{name}_abs_max": of.max,
+        }
+        if of.share is not None and name != "d":
+            metrics[f"quads/probe_{name}_variance_share"] = of.share
+    return metrics
+
+
+def _leg(worker_group, part: KVBatchMeta, leg: str) -> torch.Tensor:
+    """Logprobs of the response tokens, FP32 [tokens], sequence after sequence."""
+    part.extra_info[LEG_FIELD] = leg
+    worker_group.compute_leg_log_prob(part)
+    data = tq.kv_batch_get(keys=part.keys, partition_id=part.partition_id, select_fields=["log_probs", "response_mask"])
+    logprobs = response_from_nested(data["log_probs"], data["response_mask"])
+    return logprobs.values().float()[data["response_mask"].values().bool()]
+
+
+def _rollout_logprobs(part: KVBatchMeta) -> tuple[torch.Tensor, torch.Tensor]:
+    """(FP32 [tokens], int64 [tokens]: the sequence of each)"""
+    data = tq.kv_batch_get(
+        keys=part.keys, partition_id=part.partition_id, select_fields=["rollout_log_probs", "response_mask"]
+    )
+    mask = data["response_mask"].values().bool()
+    sequence = torch.repeat_interleave(data["response_mask"].offsets().diff())
+    return data["rollout_log_probs"].values().float()[mask], sequence[mask]
