@@ -101,16 +101,17 @@ def _arms(results: dict, drawings: Mapping[str, str]) -> str:
 
 
 def _origin(results: dict, drawings: Mapping[str, str]) -> str:
-    head = ["arm", "mean |d|", "mean |d_weight|", "mean |d_act|", "mean |d_num|", "largest |d - sum|"]
+    head = ["arm", "mean |d|", "mean |d_weight|", "mean |d_act|", "mean |d_num|", "engine agrees", "largest |d - sum|"]
     rows = []
     for arm in results["arms"]:
         parts = arm["parts"]
         cells = [escape(arm["arm"]), *(_plus_minus(parts[name]) for name in ("d", "weight", "act", "num"))]
-        rows.append((_is_chosen(arm, results), [*cells, _number(arm["sum_error"])]))
+        rows.append((_is_chosen(arm, results), [*cells, f"{arm['engine_agrees']:.0%}", _number(arm["sum_error"])]))
     return (
         "<h2>Where d comes from</h2><p>d = d_weight + d_act + d_num, token by token. d_weight: the trainer's forward "
         "with the rollout's weights, against its own. d_act: with the rollout's rounding of activations on top, "
-        "residual compensation included. d_num: what is left, the engine's kernels against the trainer's.</p>"
+        "residual compensation included. d_num: what is left, the engine's kernels against the trainer's. Engine "
+        "agrees: tokens whose d_num is within FP32's noise, 1e-5.</p>"
         f"{_figure(drawings, 'shares', 'Shares of the variance of d')}{_table(head, rows)}"
     )
 
@@ -240,7 +241,7 @@ def _token_table(tokens: Iterable[dict]) -> str:
         text = f'<span class="context">{escape(t["context"])}</span><span class="token">{escape(t["token"])}</span>'
         earlier = f"{t['flips_before']} earlier" if t["flips_before"] else "-"
         flips = f"layer {', '.join(map(str, t['flipped_layers']))}" if t["flipped_layers"] else earlier
-        badge = f'<span class="badge {t["cause"]}">{escape(CAUSES[t["cause"]])}</span>'
+        badge = f'<span class="badge {t["cause"]}" title="{escape(CAUSES[t["cause"]])}">{t["cause"]}</span>'
         values = [f"{t[name]:+.3f}" for name in ("d", "weight", "act", "num")]
         replayed = "-" if t["replayed"] is None else f"{t['replayed']:+.3f}"
         rows.append((False, [text, f"{t['rollout']:.3f}", f"{t['actor']:.3f}", *values, flips, replayed, badge]))

@@ -21,6 +21,8 @@ from quads_recipe.analysis.tokens import CAUSES, TokenReport, causes
 from quads_recipe.analysis.verdict import Verdict
 
 PAGE = "diagnose.html"
+AGREES = 1e-5
+"""|d_num| up to which a token counts as reproduced by the trainer's emulation, nats: FP32's noise."""
 _TAILS = [10 ** (-i / 10) for i in range(41)]
 """Shares of tokens at which the distribution of |d| is noted, from all to one in 10^4."""
 
@@ -123,6 +125,7 @@ def _arm(result: ArmResult) -> dict:
         "sequences": len(result.tokens.samples),
         "nonfinite": decompose.nonfinite(result.parts),
         "sum_error": result.parts.error(),
+        "engine_agrees": (result.parts.num.abs() <= AGREES).double().mean().item(),
         "parts": {name: dataclasses.asdict(summary) for name, summary in result.summary.items()},
         "mean_exp_abs": decompose.mean_exp_abs(d),
         "k3": decompose.k3(d),
@@ -170,7 +173,7 @@ def _flat(arm: dict) -> dict:
     for part, summary in arm["parts"].items():
         prefix = "d" if part == "d" else f"d_{part}"
         row |= {f"{prefix}_{name}": value for name, value in summary.items()}
-    row |= {key: arm[key] for key in ("sum_error", "mean_exp_abs", "k3")}
+    row |= {key: arm[key] for key in ("sum_error", "engine_agrees", "mean_exp_abs", "k3")}
     row |= {f"cause_{cause}": share for cause, share in arm["causes"].items()}
     return row | {f"cost_{name}": value for name, value in arm["cost"].items()}
 

@@ -1,0 +1,438 @@
+"""`quads diagnose`: prompts, arguments, rules of the verdict, and real runs whose report is looked at in a browser."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas
+import pytest
+import support_models
+import torch
+
+from quads_ops.settings import QuadsSettings
+from quads_recipe import diagnose, diagnose_html, diagnose_plots
+from quads_recipe.analysis import verdict
+from quads_recipe.analysis.cost import Cost
+from quads_recipe.analysis.decompose import decompose, summarize
+from quads_recipe.analysis.measure import ArmResult, LeftOut
+from quads_recipe.analysis.prompts import PromptError, fitting, read_prompts, tokenize
+from quads_recipe.analysis.rollouts import RolloutKey, TokenSet, key_of
+from quads_recipe.analysis.score import Sample
+from quads_recipe.analysis.tokens import CAUSES, cause_of
+from quads_recipe.paths import POLICIES
+
+CHAT = [{"role": "user", "content": "1+2="}]
+SUMS = [f"{a}+{b}=" for a in range(11, 31) for b in (24, 35, 46)]
+
+
+# --- prompts
+
+
+def test_prompts_from_every_format(tmp_path):
+    (tmp_path / "a.txt").write_text("1+2=\n\n3+4=\n")
+    lines = [json.dumps(v) for v in ("1+2=", {"prompt": "3+4="}, {"prompt": CHAT}, {"messages": CHAT})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    pandas.DataFrame({"prompt": [CHAT, CHAT]}).to_parquet(tmp_path / "a.parquet")
+    assert read_prompts(tmp_path / "a.txt") == ["1+2=", "3+4="]
+    assert read_prompts(tmp_path / "a.jsonl") == ["1+2=", "3+4=", CHAT, CHAT]
+    assert read_prompts(tmp_path / "a.parquet") == [CHAT, CHAT]
+
+
+def test_text_becomes_a_user_message_where_there_is_a_template():
+    tokenizer = support_models.tiny_tokenizer()
+    [chat], [text], [raw] = (
+        tokenize([p], tokenizer, raw=r) for p, r in ((CHAT, False), ("1+2=", False), ("1+2=", True))
+    )
+    assert chat == text and tokenizer.decode(chat) == "<|user|>1+2=<|assistant|>"
+    assert tokenizer.decode(raw) == "1+2="
+    tokenizer.chat_template = None
+    assert tokenize(["1+2="], tokenizer) == [raw]
+    with pytest.raises(PromptError, match="no chat template"):
+        tokenize([CHAT], tokenizer)
+    assert fitting([[], [1, 2], [1, 2, 3]], 2) == [[1, 2]]
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "x", "must end in .txt, .jsonl, .parquet"),
+        ("a.txt", "\n\n", "holds no prompts"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("a.jsonl", '"fine"\n{', "prompt 2 is not JSON"),
+        ("a.jsonl", '{"question": "x"}', "prompt 1: needs a text, or chat messages"),
+        ("a.jsonl", '{"prompt": [{"role": "user"}]}', "prompt 1: needs a text, or chat messages"),
+        ("a.parquet", "not parquet", "can't be read as parquet"),
+    ],
+)
+def test_a_file_that_is_no_use_is_one_clear_error(tmp_path, name, content, message):
+    with pytest.raises(PromptError, match=message):
+        read_prompts(write(tmp_path, name, content))
+
+
+def test_a_parquet_without_prompts_names_its_columns(tmp_path):
+    pandas.DataFrame({"question": ["x"]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(PromptError, match="has no column `prompt`.*it has question"):
+        read_prompts(tmp_path / "a.parquet")
+
+
+# --- arguments
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return support_models.save_checkpoint(tmp_path_factory.mktemp("models") / "tiny_qwen3_moe", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("data"), "sums.txt", "\n".join(SUMS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arms", "quads,w4"], "--arms 'quads,w4': w4 is no arm; use bf16, fp8"),
+        (["--arms", ""], "nothing is no arm"),
+        (["--ratios", "0,half"], "needs numbers in [0, 1]"),
+        (["--ratios", "2"], "a ratio is a share of the channels"),
+        (["--prompts", "0"], "--prompts 0: must be at least 1"),
+        (["--max-new", "100000"], "no prompt leaves room for --max-new 100000"),
+        (["--data", "none.txt"], "none.txt: no such file"),
+        (["--model", "none"], "has no config.json"),
+        (["--exclude", "model.layers.7.mlp"], "quads.exclude = 'model.layers.7.mlp': matches no module"),
+        (["--exclude", "model.layers.0.self_attn.q_proj"], "quantize all of"),
+        (["--targets", "re:["], "is not a regular expression"),
+        (["--scope", "token", "--score", "weighted"], "quads.rollout.residual.score = 'weighted'"),
+    ],
+)
+def test_a_wrong_argument_is_one_clear_line(checkpoint, sums, tmp_path, capsys, options, message):
+    """Before any engine starts: none of these takes longer than building the model on paper."""
+    status = diagnose.main(["--model", str(checkpoint), "--data", str(sums), "--out", str(tmp_path / "out"), *options])
+    err = capsys.readouterr().err.strip()
+    assert status == 1
+    assert message in err and len(err.splitlines()) == 1 and err.startswith("quads diagnose: ")
+
+
+def test_an_output_folder_that_cannot_be(checkpoint, sums, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    base = ["--model", str(checkpoint), "--data", str(sums)]
+    assert diagnose.main([*base, "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "can't write there" in capsys.readouterr().err
+
+
+def test_the_ends_belong_to_the_series():
+    assert diagnose.parse_ratios("0.5") == [0, 0.5, 1]
+    assert diagnose.parse_ratios("") == []
+    assert diagnose.parse_arms("quads, bf16") == ["bf16", "quads"]
+
+
+def test_arms_with_the_same_rollout_share_its_tokens():
+    assert key_of("naive") == key_of("qat") == key_of("symmetric") == RolloutKey("w4a4", 0.0)
+    assert len({key_of(arm) for arm in ("bf16", "fp8", "naive", "quads", "quads_full")}) == 5
+
+
+def test_the_command_is_repeated_without_this_machines_folders():
+    args = diagnose.parser().parse_args(["--model", "/a/b", "--data", "/c/d.txt", "--prompts", "8", "--raw"])
+    assert diagnose.command_line(args) == "quads diagnose --model b --data d.txt --prompts 8 --raw"
+
+
+# --- rules
+
+
+@pytest.mark.parametrize(
+    ("weight", "act", "num", "replayed", "flips", "cause"),
+    [
+        (0.1, 0.1, 0.3, 0.0, 3, "engine"),
+        (0.0, 0.4, 0.1, 0.01, 1, "routing"),
+        (0.0, 0.4, 0.1, 0.01, 0, "activations"),  # nothing flipped
+        (0.0, 0.4, 0.1, 0.3, 1, "activations"),  # a flip that explains less than half
+        (0.4, -0.1, 0.0, None, 0, "weights"),  # dense
+    ],
+)
+def test_the_cause_of_a_token(weight, act, num, replayed, flips, cause):
+    assert cause_of(weight, act, num, replayed, flips) == cause and cause in CAUSES
+
+
+def result(arm: str, size: float, *, weight: float = 0.0, products: float = 0.3, ratio: float = 0.0) -> ArmResult:
+    """Twenty sequences of ten tokens, with d of that mean magnitude."""
+    sequence = torch.arange(20).repeat_interleave(10)
+    actor = torch.full((200,), -2.0)
+    sign = torch.where(torch.arange(200) % 2 == 0, 1.0, -1.0)
+    weights = actor + weight * sign
+    rollout = actor + size * sign
+    parts = decompose(rollout, actor, weights, rollout)
+    samples = tuple(Sample((1,), (2,) * 10) for _ in range(20))
+    settings = QuadsSettings.from_dict({"arm": arm})
+    tokens = TokenSet(RolloutKey("w4a4", ratio), samples, rollout, sequence, None)
+    return ArmResult(arm, settings, tokens, parts, summarize(parts, sequence), Cost(products, 0.3, 0.0), None)
+
+
+def series(*means: float) -> dict[float, ArmResult]:
+    ratios = [i / (len(means) - 1) for i in range(len(means))]
+    return {r: result("quads", m, products=0.25 * (1 + r), ratio=r) for r, m in zip(ratios, means, strict=True)}
+
+
+def test_the_cheapest_rollout_that_reaches_the_target_is_chosen():
+    arms = {"fp8": result("fp8", 0.02), "naive": result("naive", 0.1, weight=0.05)}
+    chosen = verdict.choose(arms, series(0.05, 0.03, 0.015, 0.01, 0.005))
+    assert (chosen.arm, chosen.ratio) == ("quads", 0.5)
+    assert verdict.choose(arms, series(0.01, 0.005, 0.001)).arm == "qat"
+    assert verdict.choose(arms | {"naive": result("naive", 0.02)}, series(0.01, 0.005, 0.001)).arm == "naive"
+    least = verdict.choose(arms, series(0.05, 0.04, 0.03))
+    assert (least.arm, least.ratio) == ("quads_full", 1.0)
+    assert not verdict.Target(arms).met_by(least)
+
+
+def test_without_fp8_the_target_is_the_alarm_of_mean_exp_d():
+    arms = {"naive": result("naive", 0.1)}
+    assert verdict.choose(arms, series(0.06, 0.04, 0.01)).ratio == 0.5  # exp(0.04) < 1.05 < exp(0.06)
+    assert verdict.choose(arms, {}).arm == "naive"
+    assert verdict.choose({"bf16": result("bf16", 0.01)}, {}) is None
+
+
+def left(unit: str, removed: float, products: float, error: float = 0.01) -> LeftOut:
+    return LeftOut(unit, (unit,), 0.01, removed, error, Cost(products, 0.3, 0.0))
+
+
+def test_layers_are_left_out_only_where_it_pays():
+    ratios = series(0.05, 0.03, 0.005)
+    half = verdict.Candidate("quads", 0.5, ratios[0.5])
+    # Ratio 1 removes 0.025 of 0.03 (83%) for 0.125 more products: 6.7 per unit.
+    found = [
+        left("pays", 0.3, half.result.cost.products + 0.01),
+        left("dear", 0.3, half.result.cost.products + 0.1),
+        left("small", 0.05, half.result.cost.products + 0.001),
+        left("noise", 0.3, half.result.cost.products + 0.01, error=0.2),
+    ]
+    assert [one.unit for one in verdict.worth_leaving_out(found, half, ratios)] == ["pays"]
+    full = verdict.Candidate("quads_full", 1.0, ratios[1.0])
+    fair = left("fair", 0.3, full.result.cost.products + 0.1)
+    assert verdict.worth_leaving_out([fair, replace(fair, removed=0.15)], full, ratios) == [fair]
+
+
+def test_the_verdict_says_so_where_nothing_reaches_the_target():
+    arms = {"fp8": result("fp8", 0.001), "naive": result("naive", 0.1, weight=0.06), "qat": result("qat", 0.04)}
+    judged = verdict.judge(arms, series(0.04, 0.03, 0.02), [], "fp32")
+    assert judged.meets_target is False and judged.ratio == 1.0
+    assert judged.headline.startswith("No measured rollout reaches the target")
+    text = {finding.title: finding.text for finding in judged.findings}
+    assert "Ratio 1 removes 50% of mean |d_act|" in text["Residual compensation"]
+    assert "(-60%)" in text["What fake-quantized weights in the trainer do"]
+    assert "exactly zero" in text["What fake-quantized weights in the trainer do"]
+
+
+def test_a_symmetric_arm_is_never_recommended():
+    arms = {"fp8": result("fp8", 0.001), "symmetric": result("symmetric", 0.0)}
+    assert verdict.judge(arms, series(0.04, 0.03, 0.02), [], "fp32").arm == "quads_full"
+
+
+# --- real runs
+
+
+def run_diagnose(model: str | Path, data: Path, out: Path, *options: str) -> SimpleNamespace:
+    status = diagnose.main(["--model", str(model), "--data", str(data), "--out", str(out), *options])
+    assert status == 0
+    return SimpleNamespace(out=out, results=json.loads((out / "diagnose.json").read_text()))
+
+
+def arm(results: dict, name: str) -> dict:
+    return next(one for one in results["arms"] if one["arm"] == name)
+
+
+@pytest.fixture(scope="module")
+def full(checkpoint, sums, tmp_path_factory) -> SimpleNamespace:
+    """All arms and ratios of a random Qwen3-MoE in FP32: three engines."""
+    out = tmp_path_factory.mktemp("full")
+    return run_diagnose(checkpoint, sums, out, "--dtype", "fp32", "--prompts", "24", "--max-new", "20")
+
+
+@pytest.mark.integration
+def test_the_decomposition_adds_up(full):
+    for one in full.results["arms"] + full.results["ratios"]:
+        assert one["sum_error"] <= 1e-5
+        shares = [one["parts"][part]["share"] for part in ("weight", "act", "num")]
+        assert sum(shares) == pytest.approx(1, abs=1e-6)
+        assert one["nonfinite"] == 0
+
+
+@pytest.mark.integration
+def test_qat_leaves_no_weight_error_and_symmetric_no_activation_error(full):
+    """Zero because two forwards agree in every bit: the actor's own, and the one with the rollout's weights."""
+    for name in ("qat", "symmetric", "quads", "quads_full"):
+        assert arm(full.results, name)["parts"]["weight"]["max"] == 0
+    assert arm(full.results, "symmetric")["parts"]["act"]["max"] == 0
+    for name in ("naive", "fp8"):
+        assert arm(full.results, name)["parts"]["weight"]["mean"] > 1e-3
+    assert arm(full.results, "bf16")["parts"]["d"]["max"] < 1e-4
+
+
+@pytest.mark.integration
+def test_the_trainers_emulation_is_what_the_engine_computes(full):
+    """In FP32, but for roundings on the edge: one of them changes the rest of its sequence a little."""
+    assert arm(full.results, "bf16")["engine_agrees"] == 1
+    for one in full.results["arms"] + full.results["ratios"]:
+        assert one["engine_agrees"] > 0.7, one["arm"]
+        assert one["parts"]["num"]["mean"] < 2e-3
+
+
+@pytest.mark.integration
+def test_compensation_lowers_the_activation_error(full):
+    assert_series(full.results)
+
+
+def assert_series(results: dict) -> None:
+    means = [one["parts"]["act"]["mean"] for one in results["ratios"]]
+    assert [one["ratio"] for one in results["ratios"]] == [0, 0.125, 0.25, 0.5, 0.75, 1]
+    assert means == sorted(means, reverse=True)
+    assert means[-1] <= 0.15 * means[0]
+    d = [one["parts"]["d"]["mean"] for one in results["ratios"]]
+    assert d == sorted(d, reverse=True)
+
+
+@pytest.mark.integration
+def test_layers_kinds_and_tokens_are_reported(full):
+    results = full.results
+    assert {site["kind"] for site in results["sites"]} == {kind["kind"] for kind in results["kinds"]}
+    for site in results["sites"]:
+        errors = [site["ratios"][ratio]["error"] for ratio in ("0", "0.5", "1")]
+        assert errors[0] > errors[1] > errors[2]
+    assert sum(kind["flops"] for kind in results["kinds"]) < 1
+    units = {one["unit"] for one in results["left_out"]}
+    modules = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts")
+    assert units == {f"model.layers.{i}.{module}" for i in (0, 1) for module in modules}
+    worst = [t for t in results["tokens"] if t["arm"] == "naive"]
+    assert len(worst) == 12
+    assert worst[0]["d"] == pytest.approx(max((t["d"] for t in worst), key=abs))
+    for token in results["tokens"]:
+        assert token["d"] == pytest.approx(token["rollout"] - token["actor"], abs=1e-6)
+        assert token["d"] == pytest.approx(token["weight"] + token["act"] + token["num"], abs=1e-6)
+    routed = [t for t in results["tokens"] if t["cause"] == "routing"]
+    assert routed and all(abs(t["replayed"]) <= abs(t["weight"] + t["act"]) / 2 for t in routed)
+
+
+@pytest.mark.integration
+def test_the_files_agree_and_the_page_needs_nothing_else(full):
+    with open(full.out / "arms.csv", newline="") as file:
+        rows = {row["arm"]: row for row in csv.DictReader(file)}
+    for one in full.results["arms"]:
+        assert float(rows[one["arm"]]["d_mean"]) == one["parts"]["d"]["mean"]
+    names = {path.name for path in full.out.iterdir()}
+    assert {"ratios.csv", "layers.csv", "left_out.csv", "tokens.csv"} <= names
+    drawings = ("arms", "shares", "distribution", "ratios", "causes", "left_out", "layers")
+    assert {f"{name}.png" for name in drawings} <= names
+    page = (full.out / "diagnose.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 6
+    assert not re.search(r'(src|href)="(?!#)', page.replace('xlink:href="#', 'href="#'))
+    assert not re.search(r"@import|url\((?!#)|<script", page)
+    ids = re.findall(r' id="([^"]+)"', page)
+    used = set(re.findall(r'(?:url\(|xlink:href=")#([^")]+)', page))
+    assert used and all(ids.count(one) == 1 for one in used)
+    assert html.escape(full.results["verdict"]["headline"]) in page
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bf16"), ("qwen3", "bf16")])
+def test_other_models_by_the_same_command(family, dtype, sums, tmp_path):
+    model = support_models.save_checkpoint(tmp_path / family, family)
+    options = ["--dtype", dtype, "--arms", "naive,quads", "--ratios", "0.5", "--prompts", "8", "--max-new", "12"]
+    got = run_diagnose(model, sums, tmp_path / "out", *options, "--leave-out", "2")
+    quads = arm(got.results, "quads")
+    assert quads["parts"]["weight"]["max"] == 0 and quads["sum_error"] <= 1e-5
+    assert quads["parts"]["d"]["mean"] < arm(got.results, "naive")["parts"]["d"]["mean"]
+    assert (quads["flips"] is None) == (family == "qwen3")
+    kinds = {kind["kind"] for kind in got.results["kinds"]}
+    assert kinds >= ({"experts gate+up", "experts down"} if family == "mixtral" else {"mlp gate+up", "mlp down"})
+    assert len(got.results["left_out"]) == 2
+    assert got.results["verdict"]["target"] == "mean exp|d| of 1.05 (NeMo-RL's alarm)"
+
+
+# --- in a browser
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here; Debian and Ubuntu have a package chromium"
+)
+
+
+def browse(folder: Path, page: Path, *options: str) -> str:
+    command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@needs_browser
+@pytest.mark.integration
+@pytest.mark.parametrize(("scheme", "paper"), [("light", (251, 251, 250)), ("dark", (20, 23, 27))])
+def test_the_page_in_a_browser(full, tmp_path, scheme, paper):
+    from PIL import Image
+
+    shot = tmp_path / f"{scheme}.png"
+    setting = f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"
+    browse(tmp_path, full.out / "diagnose.html", setting, "--window-size=1200,2400", f"--screenshot={shot}")
+    image = Image.open(shot).convert("RGB")
+    assert image.size == (1200, 2400)
+    assert image.getpixel((4, 4)) == paper
+    colors = {color: count for count, color in image.getcolors(1 << 24)}
+    far = [color for color in colors if max(abs(a - b) for a, b in zip(color, paper, strict=True)) > 90]
+    drawn = sum(colors[color] for color in far)
+    assert drawn > 0.01 * 1200 * 2400  # text and drawings, on both backgrounds
+    mark = tuple(int(diagnose_plots.WEIGHT[i : i + 2], 16) for i in (1, 3, 5))
+    assert colors.get(mark, 0) > 100
+
+
+@needs_browser
+@pytest.mark.integration
+@pytest.mark.parametrize("width", [1200, 1600])
+def test_nothing_is_wider_than_the_window(full, tmp_path, width):
+    """Nor does a table have to be scrolled."""
+    script = """<script>
+      document.querySelectorAll("details").forEach(d => d.open = true)
+      const seen = [document.documentElement.scrollWidth, innerWidth]
+      const tables = [...document.querySelectorAll(".scroll")].filter(t => t.scrollWidth > t.clientWidth)
+      document.body.dataset.seen = [...seen, tables.length].join(" ")
+    </script>"""
+    copy = tmp_path / "copy.html"
+    copy.write_text((full.out / "diagnose.html").read_text().replace("</body>", f"{script}</body>"))
+    dom = browse(tmp_path, copy, f"--window-size={width},1000", "--dump-dom")
+    scroll, inner, scrolled = map(int, re.search(r'data-seen="(\d+) (\d+) (\d+)"', dom).groups())
+    assert scroll <= inner == width
+    assert scrolled == 0
+
+
+def test_text_from_a_model_cannot_break_the_page():
+    token = {"arm": "naive", "context": "<b>&", "token": "</main><script>", "rollout": -1.0, "actor": -1.0, "d": 0.0,
+             "weight": 0.0, "act": 0.0, "num": 0.0, "flipped_layers": [1], "flips_before": 0, "replayed": 0.0,
+             "cause": "routing"}  # fmt: skip
+    table = diagnose_html._token_table([token])
+    assert "<script>" not in table and "&lt;/main&gt;&lt;script&gt;" in table and "layer 1" in table
+
+
+# --- the shipped policies
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_shipped_policies(policy, tmp_path):
+    """Held-out problems of the demo; one engine."""
+    from quads_recipe.demo_data import write_data
+
+    _, heldout = write_data(tmp_path, train=1, heldout=128)
+    options = ["--dtype", "fp32", "--arms", "qat,quads_full", "--prompts", "64", "--max-new", "40", "--leave-out", "0"]
+    got = run_diagnose(policy, heldout, tmp_path / "out", *options)
+    assert_series(got.results)
+    assert arm(got.results, "qat")["parts"]["weight"]["max"] == 0
+    assert all(one["sum_error"] <= 1e-5 for one in got.results["arms"] + got.results["ratios"])
