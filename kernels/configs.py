@@ -112,8 +112,7 @@ def choose_dense(
 ) -> Tile:
     """The tile for [tokens, k] x [n, k] on a device with this many multiprocessors: tuned for this GPU, or default."""
     candidates = dense_candidates(capability, native, tokens)
-    key = f"dense native={native} tokens={bucket(tokens)} n={n} k={k}"
-    return _tuned(candidates, gpu, key) or _widest(candidates, 1, n, processors)
+    return _tuned(candidates, gpu, dense_key(native, tokens, n, k)) or _widest(candidates, 1, n, processors)
 
 
 def choose_grouped(
@@ -121,8 +120,9 @@ def choose_grouped(
 ) -> Tile:
     """The tile of a grouped product; as `choose_dense`."""
     candidates = grouped_candidates(capability, native, pairs, experts)
-    key = f"grouped native={native} pairs={bucket(pairs)} experts={experts} n={n} k={k}"
-    return _tuned(candidates, gpu, key) or _widest(candidates, min(pairs, experts), n, processors)
+    return _tuned(candidates, gpu, grouped_key(native, pairs, experts, n, k)) or _widest(
+        candidates, min(pairs, experts), n, processors
+    )
 
 
 def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
@@ -136,9 +136,13 @@ def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
     return 1 << (limit.bit_length() - 1) if limit > 1 else 1
 
 
-def bucket(tokens: int) -> int:
-    """Sizes that share a tuned tile: the next power of two."""
-    return 1 << max(0, tokens - 1).bit_length()
+def dense_key(native: bool, tokens: int, n: int, k: int) -> str:
+    """Products that share a tuned tile: tokens are rounded up to a power of two."""
+    return f"dense native={native} tokens={_bucket(tokens)} n={n} k={k}"
+
+
+def grouped_key(native: bool, pairs: int, experts: int, n: int, k: int) -> str:
+    return f"grouped native={native} pairs={_bucket(pairs)} experts={experts} n={n} k={k}"
 
 
 def tuned_path() -> Path:
@@ -148,7 +152,7 @@ def tuned_path() -> Path:
 
 
 def save_tuned(gpu: str, winners: dict[str, Tile]) -> Path:
-    """Add winners (keys as `choose_*` makes them) for a GPU, and return the file."""
+    """Add winners (keys from `dense_key`, `grouped_key`) for a GPU, and return the file."""
     path = tuned_path()
     content = _load(path)
     content.setdefault(_owner(gpu), {}).update({key: list(tile) for key, tile in winners.items()})
@@ -169,6 +173,10 @@ def _widest(candidates: tuple[Tile, ...], groups: int, n: int, processors: int) 
     if not candidates[0].weights_on_m:
         return candidates[0]
     return next((tile for tile in candidates if groups * (n // tile.weights) >= processors), candidates[-1])
+
+
+def _bucket(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
 
 
 def _owner(gpu: str) -> str:

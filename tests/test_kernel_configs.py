@@ -77,7 +77,7 @@ def test_sharing_k_is_bounded():
 
 def test_tuned_tiles_are_kept_per_gpu_and_version(monkeypatch):
     candidates = configs.dense_candidates(90, False, 4096)
-    key = f"dense native=False tokens={configs.bucket(4000)} n=2048 k=2048"
+    key = configs.dense_key(False, 4096, 2048, 2048)
     assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H200") == candidates[0]
     configs.save_tuned("H200", {key: candidates[1]})
     configs.save_tuned("H100", {key: candidates[2]})
@@ -89,7 +89,7 @@ def test_tuned_tiles_are_kept_per_gpu_and_version(monkeypatch):
 
 
 def test_a_tuned_tile_that_is_not_listed_is_ignored():
-    key = f"dense native=False tokens={configs.bucket(4000)} n=2048 k=2048"
+    key = configs.dense_key(False, 4096, 2048, 2048)
     configs.save_tuned("H200", {key: Tile(256, 256, 64, 8, 3)})
     default = configs.dense_candidates(90, False, 4096)[0]
     assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H200") == default
