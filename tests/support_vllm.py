@@ -12,8 +12,8 @@ import torch
 from support_models import tiny_config
 from transformers import AutoModelForCausalLM
 
-from quads_ops import nvfp4
-from quads_ops.weights import fake_quantize_weight, weight_amax
+from quads_ops import nvfp4, receipt
+from quads_ops.weights import fake_quantize_weight, quantize_weight, weight_amax
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -89,12 +89,21 @@ def quantized_groups(model, experts_only: bool = False) -> dict[str, tuple[torch
                 group((f"{name}.gate_proj", mlp.gate_proj.weight), (f"{name}.up_proj", mlp.up_proj.weight))
                 group((f"{name}.down_proj", mlp.down_proj.weight))
         if hasattr(layer.mlp, "experts"):
-            for e, (gate_up, down) in enumerate(zip(layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj)):
+            for e, gate_up in enumerate(layer.mlp.experts.gate_up_proj):
                 name = f"{base}.mlp.experts.{e}"
                 gate, up = gate_up.chunk(2, 0)
                 group((f"{name}.gate_proj", gate), (f"{name}.up_proj", up))
-                group((f"{name}.down_proj", down))
+                group((f"{name}.down_proj", layer.mlp.experts.down_proj[e]))
     return groups
+
+
+def expected_receipts(model) -> dict[str, receipt.Entry]:
+    """The trainer's side: digests of its quantized matrices."""
+    entries = {}
+    for name, (w, g) in quantized_groups(model).items():
+        packed = quantize_weight(w.detach(), g)
+        entries |= receipt.entries([name], receipt.digest(packed.packed, packed.block_scales), g)
+    return entries
 
 
 def fake_quantized(model, experts_only: bool = False):

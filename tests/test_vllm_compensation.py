@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("vllm")
 
-from quads_ops import residual
-from quads_ops.settings import ResidualSettings, SettingsError
-from quads_ops.vllm_method import compensation as module
-from quads_ops.vllm_method.compensation import Compensation
+from quads_ops import residual  # noqa: E402
+from quads_ops.settings import ResidualSettings, SettingsError  # noqa: E402
+from quads_ops.vllm_method import compensation as module  # noqa: E402
+from quads_ops.vllm_method.compensation import Compensation  # noqa: E402
 
 K, BLOCKS = 128, 8
 

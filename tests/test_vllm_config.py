@@ -6,15 +6,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: E402
+from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
 
-from quads_ops import vllm_plugin
-from quads_ops.settings import SettingsError
-from quads_ops.vllm_method import config as config_module
-from quads_ops.vllm_method import names
-from quads_ops.vllm_method.config import QuadsNvfp4Config
-from quads_ops.vllm_method.linear import QuadsLinearMethod
+from quads_ops import vllm_plugin  # noqa: E402
+from quads_ops.settings import SettingsError  # noqa: E402
+from quads_ops.vllm_method import config as config_module  # noqa: E402
+from quads_ops.vllm_method import names  # noqa: E402
+from quads_ops.vllm_method.config import QuadsNvfp4Config  # noqa: E402
+from quads_ops.vllm_method.linear import QuadsLinearMethod  # noqa: E402
 
 
 def linear(parts: int) -> LinearBase:
@@ -88,7 +88,9 @@ def test_layers_and_their_methods():
 
 def test_joined_matrices_must_agree():
     config = configured(mode="w4a16", exclude=["model.layers.0.self_attn.k_proj"])
-    with pytest.raises(ValueError, match=r"quantize .*q_proj, .*v_proj and leave out model\.layers\.0\.self_attn\.k_proj"):
+    with pytest.raises(
+        ValueError, match=r"quantize .*q_proj, .*v_proj and leave out model\.layers\.0\.self_attn\.k_proj"
+    ):
         config.get_quant_method(linear(3), "model.layers.0.self_attn.qkv_proj")
     assert isinstance(config.get_quant_method(linear(3), "model.layers.1.self_attn.qkv_proj"), QuadsLinearMethod)
 

@@ -55,9 +55,7 @@ def worker_layer(rank: int, parallel: int, heads: int, kv_heads: int, head_size:
 @pytest.mark.parametrize(("parallel", "kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)])
 def test_receipts_of_qkv_do_not_depend_on_the_sharding(parallel, kv_heads):
     heads, head_size, k = 4, 8, 32
-    matrices = {
-        x: torch.randn(n * head_size, k) for x, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    }
+    matrices = {x: torch.randn(n * head_size, k) for x, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
     g = nvfp4.global_scale_dec(weight_amax(torch.cat(list(matrices.values()))))
     packed = {name: quantize_weight(w, g) for name, w in matrices.items()}
     whole = {
@@ -72,9 +70,7 @@ def test_receipts_of_qkv_do_not_depend_on_the_sharding(parallel, kv_heads):
                 continue
             rows = slice(shard.row0, shard.row0 + shard.rows.stop - shard.rows.start)
             p = packed[shard.name]
-            digest = receipt.digest(
-                p.packed[rows], p.block_scales[rows], row0=shard.row0, full_shape=shard.full_shape
-            )
+            digest = receipt.digest(p.packed[rows], p.block_scales[rows], row0=shard.row0, full_shape=shard.full_shape)
             parts[shard.name].append(receipt.entries([shard.name], digest, g)[shard.name])
     assert {name: receipt.combine(entries) for name, entries in parts.items()} == whole
 

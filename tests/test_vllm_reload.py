@@ -1,4 +1,4 @@
-"""A real vLLM engine on a CPU: weights equal to the trainer's, live reload bit for bit, whatever the stream looks like."""
+"""A real vLLM engine on a CPU: weights equal to the trainer's, and live reload bit for bit from any stream."""
 
 import random
 
@@ -6,12 +6,11 @@ import pytest
 import support_vllm as support
 import torch
 
-vllm = pytest.importorskip("vllm")
+pytest.importorskip("vllm")
 
-from quads_ops import receipt
-from quads_ops.vllm_method.projection import projections
-from quads_ops.vllm_method.reload import WeightUpdate, WeightUpdateError, combine_loaded, settle
-from quads_ops.weights import quantize_weight
+from quads_ops import receipt  # noqa: E402
+from quads_ops.vllm_method.projection import projections  # noqa: E402
+from quads_ops.vllm_method.reload import WeightUpdate, WeightUpdateError, combine_loaded, settle  # noqa: E402
 
 pytestmark = [pytest.mark.integration, support.vllm_cpu()]
 
@@ -60,14 +59,6 @@ def reused_buckets(items, seed: int):
             buffer.fill_(torch.nan)
 
 
-def expected_receipts(model, **kwargs) -> dict[str, receipt.Entry]:
-    entries = {}
-    for name, (w, g) in support.quantized_groups(model, **kwargs).items():
-        packed = quantize_weight(w.detach(), g)
-        entries |= receipt.entries([name], receipt.digest(packed.packed, packed.block_scales), g)
-    return entries
-
-
 def test_logprobs_equal_the_trainers_with_fake_quantized_weights(running):
     llm, model = running
     rollout = support.vllm_logprobs(llm, PROMPTS)
@@ -96,7 +87,7 @@ def test_reload_is_bit_equal_and_keeps_every_address(running):
     for seed in range(3):
         support.randomize(model, 100 + seed)
         receipts = update(llm, reused_buckets(support.checkpoint(model), seed))
-        receipt.compare(expected_receipts(model), receipts)
+        receipt.compare(support.expected_receipts(model), receipts)
         for projection in projections(vllm_model):
             fresh = {s.name for s in projection.shards} & set(receipts)
             assert len(fresh) == len(projection.shards)
@@ -120,7 +111,10 @@ def wrong_streams(items):
         "missing norm": (items[:norm] + items[norm + 1 :], r"ended without model\.layers\.0\.input_layernorm"),
         "empty": ([], r"ended without lm_head\.weight, .* and \d+ more"),
         "twice": (items + items[expert : expert + 1], r"experts\.2\.up_proj\.weight twice"),
-        "unknown": ([*items, ("model.layers.9.mlp.gate.weight", torch.zeros(4, 64))], "which the rollout's model does not"),
+        "unknown": (
+            [*items, ("model.layers.9.mlp.gate.weight", torch.zeros(4, 64))],
+            "which the rollout's model does not",
+        ),
         "shape": (changed(expert, items[expert][1][:1]), r"shape \(1, 64\); needed \(32, 64\)"),
         "norm shape": (changed(norm, torch.ones(3)), r"input_layernorm\.weight with shape \(3,\); needed \(64,\)"),
         "dtype": (changed(expert, items[expert][1].int()), "a floating point tensor is needed"),
@@ -135,7 +129,7 @@ def test_wrong_streams_are_named_and_a_good_one_repairs(running):
         with pytest.raises(WeightUpdateError, match=message):
             update(llm, [stream[i : i + 7] for i in range(0, len(stream), 7)] or [[]])
     assert support.model_runner(llm).get_model()._forward_pre_hooks, "mixed weights must not run"
-    receipt.compare(expected_receipts(model), update(llm, [items]))
+    receipt.compare(support.expected_receipts(model), update(llm, [items]))
     expected = support.hf_logprobs(support.fake_quantized(model), PROMPTS)
     assert support.worst(support.vllm_logprobs(llm, PROMPTS), expected) <= 1e-5
 
@@ -168,4 +162,4 @@ def test_vllms_own_reload_is_bit_equal_too(running):
     receipts = {}
     for projection in projections(support.model_runner(llm).get_model()):
         receipts |= projection.weight.receipts()
-    receipt.compare(expected_receipts(model), receipts)
+    receipt.compare(support.expected_receipts(model), receipts)

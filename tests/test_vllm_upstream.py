@@ -5,7 +5,7 @@ import pytest
 import support_vllm as support
 import torch
 
-vllm = pytest.importorskip("vllm")
+pytest.importorskip("vllm")
 
 pytestmark = [pytest.mark.integration, support.vllm_cpu()]
 

@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("vllm")
 
-from quads_ops import nvfp4, weights
-from quads_ops.settings import ResidualSettings, RolloutSettings
-from quads_ops.vllm_method import projection as projection_module
-from quads_ops.vllm_method import source_amax
-from quads_ops.vllm_method.projection import Projection
-from quads_ops.vllm_method.shards import Shard, expert_shards
-from quads_ops.vllm_method.weight_fp8 import Fp8Weight
-from quads_ops.vllm_method.weight_nvfp4 import Nvfp4Weight
+from quads_ops import nvfp4, weights  # noqa: E402
+from quads_ops.settings import ResidualSettings, RolloutSettings  # noqa: E402
+from quads_ops.vllm_method import projection as projection_module  # noqa: E402
+from quads_ops.vllm_method import source_amax  # noqa: E402
+from quads_ops.vllm_method.projection import Projection  # noqa: E402
+from quads_ops.vllm_method.shards import Shard, expert_shards  # noqa: E402
+from quads_ops.vllm_method.weight_fp8 import Fp8Weight  # noqa: E402
+from quads_ops.vllm_method.weight_nvfp4 import Nvfp4Weight  # noqa: E402
 
 N, K, EXPERTS = 24, 32, 3
 
