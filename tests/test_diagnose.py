@@ -226,18 +226,37 @@ def test_layers_are_left_out_only_where_it_pays():
 
 def test_the_verdict_says_so_where_nothing_reaches_the_target():
     arms = {"fp8": result("fp8", 0.001), "naive": result("naive", 0.1, weight=0.06), "qat": result("qat", 0.04)}
-    judged = verdict.judge(arms, series(0.04, 0.03, 0.02), [], "fp32")
+    ratios = series(0.04, 0.03, 0.02)
+    pays = left("pays", 0.3, ratios[1.0].cost.products + 0.01)
+    judged = verdict.judge(arms, ratios, ratios, [pays], "fp32")
+    assert judged.leave_out == ("pays",)
     assert judged.meets_target is False and judged.ratio == 1.0
     assert judged.headline.startswith("No measured rollout reaches the target")
     text = {finding.title: finding.text for finding in judged.findings}
-    assert "Ratio 1 removes 50% of mean |d_act|" in text["Residual compensation"]
+    assert "ratio 1 removes 50% of mean |d_act|" in text["Residual compensation"]
     assert "(-60%)" in text["What fake-quantized weights in the trainer do"]
     assert "exactly zero" in text["What fake-quantized weights in the trainer do"]
 
 
 def test_a_symmetric_arm_is_never_recommended():
     arms = {"fp8": result("fp8", 0.001), "symmetric": result("symmetric", 0.0)}
-    assert verdict.judge(arms, series(0.04, 0.03, 0.02), [], "fp32").arm == "quads_full"
+    ratios = series(0.04, 0.03, 0.02)
+    assert verdict.judge(arms, ratios, ratios, [], "fp32").arm == "quads_full"
+
+
+def test_layers_stay_where_the_target_is_met():
+    ratios = series(0.04, 0.03, 0.02)
+    pays = left("pays", 0.3, ratios[1.0].cost.products + 0.01)
+    judged = verdict.judge({"fp8": result("fp8", 0.02)}, ratios, ratios, [pays], "fp32")
+    assert judged.meets_target and judged.leave_out == ()
+    text = {finding.title: finding.text for finding in judged.findings}["Which layers to leave out"]
+    assert text.startswith("None: the target is met.") and "pays removes 30%" in text
+
+
+def test_the_verdict_goes_by_the_rollouts_own_tokens():
+    arms = {"fp8": result("fp8", 0.02)}
+    judged = verdict.judge(arms, series(0.03, 0.015, 0.005), series(0.06, 0.03, 0.01), [], "fp32")
+    assert judged.ratio == 1.0
 
 
 # --- real runs

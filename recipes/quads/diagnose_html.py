@@ -65,7 +65,7 @@ def _tiles(results: dict) -> str:
     chosen = _chosen(results)
     if chosen is None:
         return ""
-    d, cost = chosen["parts"]["d"], results["verdict"]["cost"]
+    d, cost = chosen.get("own", chosen["parts"]["d"]), results["verdict"]["cost"]
     tiles = [(f"{d['mean']:.2g}", f"mean |d| in nats, {escape(_recommended(results))}")]
     naive = _by_arm(results, "naive")
     if naive and d["mean"]:
@@ -120,7 +120,8 @@ def _ratios(results: dict, drawings: Mapping[str, str]) -> str:
     if not results["ratios"]:
         return ""
     base = results["ratios"][0]["parts"]["act"]["mean"]
-    head = ["ratio", "mean |d|", "p99", "max", "mean |d_act|", "change of |d_act|", "GEMM time", "of it residual"]
+    head = ["ratio", "mean |d|, own tokens", "mean |d|, same tokens", "p99", "max", "mean |d_act|", "change of |d_act|"]
+    head += ["GEMM time", "of it residual"]
     rows = []
     for arm in results["ratios"]:
         d, act, cost = arm["parts"]["d"], arm["parts"]["act"], arm["cost"]
@@ -129,14 +130,16 @@ def _ratios(results: dict, drawings: Mapping[str, str]) -> str:
             (
                 arm["ratio"] == results["verdict"]["ratio"],
                 [
-                    f"{arm['ratio']:g}", _plus_minus(d), _number(d["p99"]), _number(d["max"]), _plus_minus(act), change,
-                    f"{cost['products']:.0%}", f"{cost['residual'] / cost['products']:.0%}",
+                    f"{arm['ratio']:g}", _plus_minus(arm["own"]), _plus_minus(d), _number(d["p99"]), _number(d["max"]),
+                    _plus_minus(act), change, f"{cost['products']:.0%}", f"{cost['residual'] / cost['products']:.0%}",
                 ],
             )
         )  # fmt: skip
     return (
-        "<h2>Residual compensation</h2><p>The same responses, scored by the rollout at each ratio, so that ratios do "
-        "not differ by the luck of sampling. The actor has fake-quantized weights (arms qat, quads, quads_full).</p>"
+        "<h2>Residual compensation</h2><p>The same responses (of the largest ratio), scored by the rollout at each "
+        "ratio, so that ratios do not differ by the luck of sampling. On its own tokens, as in training, a rollout "
+        "differs more: it prefers tokens that it overrates. The verdict goes by those. The actor has fake-quantized "
+        "weights (arms qat, quads, quads_full).</p>"
         f"{_figure(drawings, 'ratios', 'Mismatch by residual ratio')}{_table(head, rows)}"
     )
 
@@ -203,11 +206,7 @@ def _left_out(results: dict, drawings: Mapping[str, str]) -> str:
     if not results["left_out"]:
         return ""
     chosen = results["verdict"]["leave_out"]
-    advice = (
-        f"Worth trying: <code>quads.exclude=[{escape(','.join(chosen))}]</code>"
-        if chosen
-        else "By the rules no layer is worth leaving out."
-    )
+    advice = f"The verdict: <code>quads.exclude=[{escape(','.join(chosen))}]</code>" if chosen else ""
     return (
         "<h2>Leaving layers out</h2><p>How much of mean |d_act| disappears when one layer's activations alone stay "
         f"unquantized, at the recommended ratio. Its weights stay in NVFP4 here. {advice}</p>"

@@ -33,19 +33,23 @@ def contents(
     settings: QuadsSettings,
     arms: Mapping[str, ArmResult],
     series: Mapping[float, ArmResult],
+    own: Mapping[float, ArmResult],
     layers: LayerErrors | None,
     left_out: Sequence[LeftOut],
     tokens: Sequence[TokenReport],
     verdict: Verdict,
     shape: Shape,
 ) -> dict:
-    """What diagnose.json holds. Differences are in nats, costs relative to a BF16 rollout."""
+    """What diagnose.json holds. Differences are in nats, costs relative to a BF16 rollout.
+
+    series: ratios on common tokens. own: the same ratios on the tokens that each rollout sampled itself.
+    """
     return {
         "about": about,
         "settings": settings.to_dict(),
         "verdict": dataclasses.asdict(verdict),
         "arms": [_arm(result) for result in arms.values()],
-        "ratios": [_arm(result) for result in series.values()],
+        "ratios": [_arm(result) | {"own": dataclasses.asdict(own[r].summary["d"])} for r, result in series.items()],
         "sites": [_site(errors, shape) for errors in layers.by_site.values()] if layers else [],
         "kinds": [_kind(name, errors, shape) for name, errors in by_kind(layers.by_site).items()] if layers else [],
         "left_out": [dataclasses.asdict(one) for one in left_out],
@@ -173,6 +177,8 @@ def _flat(arm: dict) -> dict:
     for part, summary in arm["parts"].items():
         prefix = "d" if part == "d" else f"d_{part}"
         row |= {f"{prefix}_{name}": value for name, value in summary.items()}
+    if "own" in arm:
+        row |= {f"own_{name}": value for name, value in arm["own"].items()}
     row |= {key: arm[key] for key in ("sum_error", "engine_agrees", "mean_exp_abs", "k3")}
     row |= {f"cause_{cause}": share for cause, share in arm["causes"].items()}
     return row | {f"cost_{name}": value for name, value in arm["cost"].items()}

@@ -142,7 +142,7 @@ def measure(request: Request, job, collected, say: Callable[[str], None]) -> dic
     from quads_recipe import diagnose_report
     from quads_recipe.analysis import tokens, verdict
     from quads_recipe.analysis.measure import Measurements, arm_settings, series_settings
-    from quads_recipe.analysis.rollouts import key_of
+    from quads_recipe.analysis.rollouts import RolloutKey, key_of
     from quads_recipe.analysis.trainer_side import TrainerSide
 
     say("trainer: loading the model")
@@ -153,30 +153,29 @@ def measure(request: Request, job, collected, say: Callable[[str], None]) -> dic
         arms[arm] = measurements.arm(arm_settings(settings, arm), collected.own[key_of(arm)])
         say(f"arm {arm}: mean |d| {arms[arm].summary['d'].mean:.4g}")
     series = {r: measurements.arm(series_settings(settings, r), t) for r, t in collected.series.items()}
+    own = {r: measurements.arm(series_settings(settings, r), collected.own[RolloutKey("w4a4", r)]) for r in series}
     layers, left_out = None, []
     if series:
-        layers, left_out = _layers(request, measurements, arms, series, say)
+        layers, left_out = _layers(request, measurements, verdict.choose(arms, own).ratio, series, say)
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     return diagnose_report.contents(
         about=about(request, job, collected),
         settings=settings,
         arms=arms,
         series=series,
+        own=own,
         layers=layers,
         left_out=left_out,
         tokens=[report for arm in arms.values() for report in tokens.worst(arm, tokenizer, request.worst)],
-        verdict=verdict.judge(arms, series, left_out, request.dtype),
+        verdict=verdict.judge(arms, series, own, left_out, request.dtype),
         shape=measurements.shape,
     )
 
 
-def _layers(request: Request, measurements, arms: Mapping, series: Mapping, say: Callable[[str], None]):
-    """Errors of every product, and the most erroneous layers left out at the ratio that the verdict will name."""
-    from quads_recipe.analysis import verdict
-
+def _layers(request: Request, measurements, ratio: float, series: Mapping, say: Callable[[str], None]):
+    """Errors of every product, and the most erroneous layers left out in turn at `ratio`."""
     say("layers: errors of every product")
-    layers = measurements.layers({ratio: result.tokens for ratio, result in series.items()}, LAYER_TOKENS)
-    ratio = verdict.choose(arms, series).ratio
+    layers = measurements.layers({r: result.tokens for r, result in series.items()}, LAYER_TOKENS)
     units = most_erroneous(layers, measurements.trainer.sites, ratio, request.leave_out)
     if units:
         say(f"layers: leaving out {len(units)} in turn at ratio {ratio:g}")

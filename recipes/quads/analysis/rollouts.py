@@ -54,7 +54,8 @@ class Collected:
 
 @dataclass(frozen=True)
 class Job:
-    """What to collect. prompts and calibration: token ids; the latter only feed the masks' statistics."""
+    """What to collect: responses of every key and every ratio. prompts and calibration: token ids; the latter only feed
+    the masks' statistics."""
 
     options: EngineOptions
     settings: QuadsSettings
@@ -115,7 +116,7 @@ def _collect_w4a4(engine: RolloutEngine, job: Job, collected: Collected, say: Ca
 
 def _ordered(job: Job) -> list[RolloutKey]:
     keys = [key for key in job.keys if key.mode == "w4a4"]
-    return list(dict.fromkeys(keys + [RolloutKey("w4a4", max(job.ratios))] if job.ratios else keys))
+    return list(dict.fromkeys(keys + [RolloutKey("w4a4", ratio) for ratio in job.ratios]))
 
 
 def _sampled(engine: RolloutEngine, job: Job, key: RolloutKey) -> TokenSet:

@@ -82,18 +82,23 @@ class Target:
 def judge(
     arms: Mapping[str, ArmResult],
     series: Mapping[float, ArmResult],
+    own: Mapping[float, ArmResult],
     left_out: Sequence[LeftOut],
     dtype: str,
 ) -> Verdict:
-    """All rules in their order. left_out: measured at the ratio that `choose` gives."""
+    """All rules in their order.
+
+    series: ratios on common tokens. own: the same ratios, each on the tokens that its rollout sampled. left_out: on the
+    common tokens, at the ratio that `choose` gives.
+    """
     findings = [f for f in (_origin(arms), _qat(arms)) if f]
-    chosen = choose(arms, series)
+    chosen = choose(arms, own)
     if chosen is None:
         return Verdict("No NVFP4 rollout was measured.", (*findings, *_trust(arms, dtype)))
     target = Target(arms)
     met = target.met_by(chosen)
     leave = worth_leaving_out(left_out, chosen, series)
-    findings += [_ratio(chosen, series, target, met), _cost(chosen, arms), _layers(leave, left_out, chosen)]
+    findings += [_ratio(chosen, series, own, met), _cost(chosen, arms), _layers(leave, left_out, chosen, met)]
     findings += [f for f in (_routing(chosen.result), _symmetric(arms, dtype)) if f]
     findings += _trust(arms, dtype)
     headline = (
@@ -108,26 +113,26 @@ def judge(
         ratio=chosen.ratio,
         meets_target=met,
         target=str(target),
-        leave_out=tuple(module for found in leave for module in found.modules),
+        leave_out=() if met else tuple(module for found in leave for module in found.modules),
         cost=chosen.result.cost,
     )
 
 
-def candidates(arms: Mapping[str, ArmResult], series: Mapping[float, ArmResult]) -> list[Candidate]:
-    """NVFP4 rollouts from the cheapest to the dearest; at equal cost the one with less machinery first.
+def candidates(arms: Mapping[str, ArmResult], own: Mapping[float, ArmResult]) -> list[Candidate]:
+    """NVFP4 rollouts from the cheapest to the dearest, on their own tokens; at equal cost the simpler one first.
 
     Arm symmetric is never one: its agreement needs both sides to round every activation alike.
     """
     found = [Candidate("naive", 0.0, arms["naive"])] if "naive" in arms else []
-    if series:
-        return found + [Candidate(_arm_at(ratio), ratio, series[ratio]) for ratio in sorted(series)]
+    if own:
+        return found + [Candidate(_arm_at(ratio), ratio, own[ratio]) for ratio in sorted(own)]
     ratios = {"qat": 0.0, "quads": 0.5, "quads_full": 1.0}
     return found + [Candidate(arm, ratio, arms[arm]) for arm, ratio in ratios.items() if arm in arms]
 
 
-def choose(arms: Mapping[str, ArmResult], series: Mapping[float, ArmResult]) -> Candidate | None:
+def choose(arms: Mapping[str, ArmResult], own: Mapping[float, ArmResult]) -> Candidate | None:
     """The first candidate that meets the target; if none does, the one of least mean |d|."""
-    found = candidates(arms, series)
+    found = candidates(arms, own)
     target = Target(arms)
     return next((c for c in found if target.met_by(c)), min(found, key=lambda c: c.mean, default=None))
 
@@ -138,10 +143,10 @@ def worth_leaving_out(
     """Layers that remove at least MIN_REMOVED of mean |d_act|, beyond two standard errors, and more per added GEMM time
     than a ratio of 1 would. The largest gain first."""
     rate = REMOVED_PER_COST
-    full = series.get(1.0)
-    if full is not None and chosen.ratio < 1:
-        gain = 1 - full.summary["act"].mean / chosen.result.summary["act"].mean
-        rate = gain / (full.cost.products - chosen.result.cost.products)
+    if 1.0 in series and chosen.ratio < 1:
+        full, now = series[1.0], series[chosen.ratio]
+        gain = 1 - full.summary["act"].mean / now.summary["act"].mean
+        rate = gain / (full.cost.products - now.cost.products)
     found = [
         one
         for one in left_out
@@ -187,11 +192,11 @@ def _qat(arms: Mapping[str, ArmResult]) -> Finding | None:
     )
 
 
-def _ratio(chosen: Candidate, series: Mapping[float, ArmResult], target: Target, met: bool) -> Finding:
+def _ratio(chosen: Candidate, series: Mapping[float, ArmResult], own: Mapping[float, ArmResult], met: bool) -> Finding:
     if not series:
         return Finding("Residual compensation", "No ratios were measured; give --ratios for advice on the ratio.")
-    steps = ", ".join(f"{r:g}: {series[r].summary['d'].mean:.2g}" for r in sorted(series))
-    text = f"Mean |d| on the same tokens by ratio: {steps} nats. "
+    steps = ", ".join(f"{r:g}: {own[r].summary['d'].mean:.2g}" for r in sorted(own))
+    text = f"Mean |d| by ratio: {steps} nats. "
     if met and chosen.ratio > 0:
         text += f"{chosen.ratio:g} is the smallest ratio that meets the target."
     elif met:
@@ -200,7 +205,7 @@ def _ratio(chosen: Candidate, series: Mapping[float, ArmResult], target: Target,
         text += f"None meets the target; ratio {chosen.ratio:g} comes closest."
     if 0.0 in series and 1.0 in series and series[0.0].summary["act"].mean > 0:
         removed = 1 - series[1.0].summary["act"].mean / series[0.0].summary["act"].mean
-        text += f" Ratio 1 removes {removed:.0%} of mean |d_act|."
+        text += f" On the same tokens ratio 1 removes {removed:.0%} of mean |d_act|."
     return Finding("Residual compensation", text)
 
 
@@ -219,24 +224,22 @@ def _cost(chosen: Candidate, arms: Mapping[str, ArmResult]) -> Finding:
     )
 
 
-def _layers(leave: Sequence[LeftOut], measured: Sequence[LeftOut], chosen: Candidate) -> Finding:
+def _layers(leave: Sequence[LeftOut], measured: Sequence[LeftOut], chosen: Candidate, met: bool) -> Finding:
     title = "Which layers to leave out"
     if not measured:
         return Finding(title, "Not measured.")
+    text = "None: the target is met. " if met else ""
     if not leave:
         most = max(measured, key=lambda one: one.removed)
-        return Finding(
-            title,
-            f"None pays: the most that one of them alone removes is {most.removed:.0%} of mean |d_act| ({most.unit}).",
-        )
+        text += f"None pays: the most that one alone removes is {most.removed:.0%} of mean |d_act| ({most.unit})."
+        return Finding(title, text)
     parts = "; ".join(
-        f"{one.unit} removes {one.removed:.0%} for {one.cost.products - chosen.result.cost.products:+.1%} GEMM time"
+        f"{one.unit} removes {one.removed:.0%} of mean |d_act| for "
+        f"{one.cost.products - chosen.result.cost.products:+.1%} of GEMM time"
         for one in leave[:4]
     )
-    return Finding(
-        title,
-        f"Worth trying with quads.exclude, each measured alone and not added up: {parts}.",
-    )
+    lead = "The first to leave out if you want less" if met else "Leave out by quads.exclude"
+    return Finding(title, f"{text}{lead}, each measured alone: {parts}.")
 
 
 def _routing(result: ArmResult) -> Finding | None:
