@@ -186,9 +186,9 @@ def _qat(arms: Mapping[str, ArmResult]) -> Finding | None:
     naive, qat = arms["naive"].summary["d"].mean, arms["qat"].summary["d"].mean
     zero = arms["qat"].summary["weight"].max == 0
     return Finding(
-        "What fake-quantized weights in the trainer do",
+        "Fake-quantized weights",
         f"Mean |d| goes from {naive:.2g} to {qat:.2g} nats ({_change(naive, qat)}). d_weight is "
-        f"{'exactly zero' if zero else 'not zero, which is a defect'}: what is left comes from the activations.",
+        f"{'exactly zero' if zero else 'not zero, which is a defect'}: the rest comes from the activations and the engine.",
     )
 
 
