@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 import transfer_queue as tq
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.workers.utils.padding import response_from_nested
 
@@ -62,29 +63,25 @@ class ProbeForwards:
             yield
 
 
-def run(
-    worker_group, batch: KVBatchMeta, settings: QuadsSettings, dp_size: int, temperature: float
-) -> dict[str, float]:
+def run(worker_group, batch: KVBatchMeta, settings: QuadsSettings, dp_size: int, rollout: DictConfig):
     """Split the mismatch of a part of `batch`, whose rollout logprobs are in the TransferQueue.
 
-    Returns dict of `quads/probe_*` metrics, in nats; empty if the batch has fewer sequences than `dp_size`.
+    dp_size: data parallel ranks of the actor. rollout: verl's `actor_rollout_ref.rollout`.
+    Returns a dict of `quads/probe_*` metrics, in nats; empty if the batch has fewer sequences than `dp_size`.
     """
     start = time.monotonic()
-    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    rows = rows[: min(len(rows), settings.probe.sequences) // dp_size * dp_size]
-    if not rows:
+    part = _part(batch, settings.probe.sequences, dp_size, rollout)
+    if part is None:
         return {}
     if settings.rollout.residual.ratio > 0:
         worker_group.fetch_masks()
-    part = batch.select_keys(rows)
-    part.extra_info.update({"calculate_entropy": False, "compute_loss": False, "temperature": temperature})
     legs = [_leg(worker_group, part, leg) for leg in LEGS]
-    rollout, sequence = _rollout_logprobs(part)
-    parts = decompose(rollout, *legs)
+    reported, sequence = _rollout_logprobs(part)
+    parts = decompose(reported, *legs)
     summary = summarize(parts, sequence)
     metrics = {
         "quads/probe_seconds_max": time.monotonic() - start,
-        "quads/probe_tokens_sum": float(rollout.numel()),
+        "quads/probe_tokens_sum": float(reported.numel()),
         "quads/probe_nonfinite_sum": float(nonfinite(parts)),
         "quads/probe_sum_error_max": parts.error(),
     }
@@ -97,6 +94,21 @@ def run(
         if of.share is not None and name != "d":
             metrics[f"quads/probe_{name}_variance_share"] = of.share
     return metrics
+
+
+def _part(batch: KVBatchMeta, sequences: int, dp_size: int, rollout: DictConfig) -> KVBatchMeta | None:
+    """The first sequences that are no padding: as many on every rank, in micro batches no larger than configured."""
+    rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    per_rank = min(len(rows), sequences) // dp_size
+    if not per_rank:
+        return None
+    extra = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature}
+    if not rollout.log_prob_use_dynamic_bsz:
+        extra["micro_batch_size_per_gpu"] = micro = min(per_rank, rollout.log_prob_micro_batch_size_per_gpu)
+        per_rank -= per_rank % micro
+    part = batch.select_keys(rows[: per_rank * dp_size])
+    part.extra_info.update(extra)
+    return part
 
 
 def _leg(worker_group, part: KVBatchMeta, leg: str) -> torch.Tensor:

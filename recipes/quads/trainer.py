@@ -91,5 +91,4 @@ class QuadsTrainer(PPOTrainerSync):
 
     def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
         dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        return probe.run(self.actor_rollout_wg, batch, self.settings, dp_size, temperature)
+        return probe.run(self.actor_rollout_wg, batch, self.settings, dp_size, self.config.actor_rollout_ref.rollout)
