@@ -167,7 +167,7 @@ def test_the_cause_of_a_token(weight, act, num, replayed, flips, cause):
     assert cause_of(weight, act, num, replayed, flips) == cause and cause in CAUSES
 
 
-def result(arm: str, size: float, *, weight: float = 0.0, products: float = 0.3, ratio: float = 0.0) -> ArmResult:
+def result(arm: str, size: float, *, weight: float = 0.0, products: float = 0.25, ratio: float = 0.0) -> ArmResult:
     """Twenty sequences of ten tokens, with d of that mean magnitude."""
     sequence = torch.arange(20).repeat_interleave(10)
     actor = torch.full((200,), -2.0)
@@ -195,6 +195,13 @@ def test_the_cheapest_rollout_that_reaches_the_target_is_chosen():
     least = verdict.choose(arms, series(0.05, 0.04, 0.03))
     assert (least.arm, least.ratio) == ("quads_full", 1.0)
     assert not verdict.Target(arms).met_by(least)
+
+
+def test_a_mask_that_saves_nothing_is_not_recommended():
+    ratios = {
+        r: replace(one, cost=Cost(0.25 if r == 0 else 0.5, 0.3, 0.0)) for r, one in series(0.05, 0.01, 0.005).items()
+    }
+    assert verdict.choose({"fp8": result("fp8", 0.02)}, ratios).ratio == 1.0
 
 
 def test_without_fp8_the_target_is_the_alarm_of_mean_exp_d():

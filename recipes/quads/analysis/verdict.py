@@ -119,15 +119,18 @@ def judge(
 
 
 def candidates(arms: Mapping[str, ArmResult], own: Mapping[float, ArmResult]) -> list[Candidate]:
-    """NVFP4 rollouts from the cheapest to the dearest, on their own tokens; at equal cost the simpler one first.
+    """NVFP4 rollouts from the cheapest to the dearest, on their own tokens. At equal cost (masks that save nothing) the
+    larger ratio comes first, but naive before qat.
 
     Arm symmetric is never one: its agreement needs both sides to round every activation alike.
     """
     found = [Candidate("naive", 0.0, arms["naive"])] if "naive" in arms else []
     if own:
-        return found + [Candidate(_arm_at(ratio), ratio, own[ratio]) for ratio in sorted(own)]
-    ratios = {"qat": 0.0, "quads": 0.5, "quads_full": 1.0}
-    return found + [Candidate(arm, ratio, arms[arm]) for arm, ratio in ratios.items() if arm in arms]
+        found += [Candidate(_arm_at(ratio), ratio, result) for ratio, result in own.items()]
+    else:
+        ratios = {"qat": 0.0, "quads": 0.5, "quads_full": 1.0}
+        found += [Candidate(arm, ratio, arms[arm]) for arm, ratio in ratios.items() if arm in arms]
+    return sorted(found, key=lambda c: (c.result.cost.products, -c.ratio))  # stable: naive stays before qat
 
 
 def choose(arms: Mapping[str, ArmResult], own: Mapping[float, ArmResult]) -> Candidate | None:
@@ -184,11 +187,11 @@ def _qat(arms: Mapping[str, ArmResult]) -> Finding | None:
     if not {"naive", "qat"} <= arms.keys():
         return None
     naive, qat = arms["naive"].summary["d"].mean, arms["qat"].summary["d"].mean
-    zero = arms["qat"].summary["weight"].max == 0
+    state = "exactly zero" if arms["qat"].summary["weight"].max == 0 else "not zero, which is a defect"
     return Finding(
         "Fake-quantized weights",
-        f"Mean |d| goes from {naive:.2g} to {qat:.2g} nats ({_change(naive, qat)}). d_weight is "
-        f"{'exactly zero' if zero else 'not zero, which is a defect'}: the rest comes from the activations and the engine.",
+        f"Mean |d| goes from {naive:.2g} to {qat:.2g} nats ({_change(naive, qat)}). d_weight is {state}: the rest "
+        "comes from the activations and the engine.",
     )
 
 
