@@ -94,10 +94,11 @@ def quantize(
         None if experts is None else experts.members,
     )
     args = (*inputs, *out, stats, m, k, kept, *x.stride())
-    tile = row_tile(k, kept)
+    tile = row_tile(k, kept, heavy=keep is not None or swiglu)
     slots = grid_slots(m, tile["R"], count, stats)
     if "KEPT_TILE" in tile:
-        launch.start(quantize_rows_kernel, (slots, count), x.device, *args, **flags, **tile)
+        loop = experts is not None or slots * tile["R"] < m
+        launch.start(quantize_rows_kernel, (slots, count), x.device, *args, **flags, LOOP=loop, **tile)
         return out
     scale_args = (x, out.global_scale_dec, m, k, *x.stride())
     launch.start(row_scale_kernel, (triton.cdiv(m, tile["R"]),), x.device, *scale_args, **shared, **tile)
@@ -107,21 +108,25 @@ def quantize(
     return out
 
 
-def row_tile(k: int, kept: int) -> dict[str, int]:
+def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     """Tile and warps: with KEPT_TILE and REST_TILE for rows that stay in registers, else with B, the blocks of a part.
 
-    About 16 elements a thread; a GPU's program takes one row, or several short ones. The interpreter takes many.
+    heavy: with a mask or SwiGLU, which need more registers: then about 8 elements a thread, else 16. Chosen by
+    compiling (benchmarks/compile_report.py): no spills on any architecture. A GPU's program takes one row, or several
+    short ones; one of the interpreter, where a program costs milliseconds, takes many.
     """
     kept_tile, rest_tile = _power_of_two(kept), _power_of_two(k // 16 - kept)
     elements = 16 * (kept_tile + rest_tile)
     if elements > WIDEST_ROW:
         rows = 16 if launch.INTERPRETED else 1
-        return dict(R=rows, B=PART_BLOCKS, num_warps=4)
+        return dict(R=rows, B=PART_BLOCKS, num_warps=8 if heavy else 4)
+    tiles = dict(KEPT_TILE=kept_tile, REST_TILE=rest_tile)
     if launch.INTERPRETED:
-        return dict(R=2**17 // _power_of_two(elements), KEPT_TILE=kept_tile, REST_TILE=rest_tile, num_warps=4)
+        return dict(R=2**17 // _power_of_two(elements), num_warps=4, **tiles)
     rows = max(1, 1024 // _power_of_two(elements))
-    warps = min(16, max(1, _power_of_two(rows * elements) // 512))
-    return dict(R=rows, KEPT_TILE=kept_tile, REST_TILE=rest_tile, num_warps=warps)
+    threads = rows * elements // (8 if heavy else 16)
+    warps = max(1, min(16, _power_of_two(threads // 32 + 1) // 2))
+    return dict(R=rows, num_warps=warps, **tiles)
 
 
 def grid_slots(m: int, rows: int, experts: int, stats: torch.Tensor | None) -> int:

@@ -37,6 +37,45 @@ def row_numbers(members_ptr, start, last, R: tl.constexpr):
 
 
 @triton.jit
+def quantize_row_tile(
+    start, last, kept_total, rest_total, kept_source, rest_source, x_ptr, keep_ptr, members_ptr, g_ptr, values_ptr,
+    packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, K, kept, stride_m, stride_k,
+    SWIGLU: tl.constexpr, STATS: tl.constexpr, MASK_CHANNELS: tl.constexpr, STATS_CHANNELS: tl.constexpr,
+    HW: tl.constexpr, R: tl.constexpr, KEPT_TILE: tl.constexpr, REST_TILE: tl.constexpr,
+):  # fmt: skip
+    """R whole rows, held in registers. Returns the two totals plus sum r^2."""
+    width = K // 16
+    rows, row_ok = row_numbers(members_ptr, start, last, R)
+    row_amax = tl.zeros((R,), tl.int32)
+    if KEPT_TILE:
+        kept_ok = tl.arange(0, KEPT_TILE) < kept
+        x = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, kept_source, kept_ok, K, SWIGLU, HW)
+        amax = amax_last(x)
+        row_amax = tl.maximum(row_amax, amax_last(amax).to(tl.int32, bitcast=True))
+    if REST_TILE:
+        rest_ok = kept + tl.arange(0, REST_TILE) < width
+        x2 = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, rest_source, rest_ok, K, SWIGLU, HW)
+        amax2 = amax_last(x2)
+        row_amax = tl.maximum(row_amax, amax_last(amax2).to(tl.int32, bitcast=True))
+    g = global_scale_dec(row_amax.to(tl.float32, bitcast=True))
+    tl.store(g_ptr + rows, g, mask=row_ok)
+    g = g[:, None]
+    if KEPT_TILE:
+        kept_total = quantize_tile(
+            x, amax, g, kept_total, rows, row_ok, kept_source, 0, kept, K, kept, keep_ptr, values_ptr,
+            packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr,
+            True, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE,
+        )  # fmt: skip
+    if REST_TILE:
+        rest_total = quantize_tile(
+            x2, amax2, g, rest_total, rows, row_ok, rest_source, kept, width, K, kept, None, values_ptr,
+            packed_ptr, scales_ptr, None, None,
+            False, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, REST_TILE,
+        )  # fmt: skip
+    return kept_total, rest_total
+
+
+@triton.jit
 def quantize_rows_kernel(
     x_ptr,  # [M, K], or [M, 2K] with SWIGLU; float, any strides
     order_ptr,  # [E, K/16] int32, or None
@@ -59,6 +98,7 @@ def quantize_rows_kernel(
     MASK_CHANNELS: tl.constexpr,
     STATS_CHANNELS: tl.constexpr,
     HW: tl.constexpr,
+    LOOP: tl.constexpr,  # whether a program may have several tiles of rows
     R: tl.constexpr,
     KEPT_TILE: tl.constexpr,  # blocks, a power of two >= kept, or 0
     REST_TILE: tl.constexpr,  # blocks, a power of two >= K/16 - kept, or 0
@@ -67,49 +107,36 @@ def quantize_rows_kernel(
     slot, expert = tl.program_id(0), tl.program_id(1)
     STATS: tl.constexpr = stats_ptr is not None
     width = K // 16
-    if KEPT_TILE:
-        kept_source = source_blocks(order_ptr, expert, 0, kept, K, KEPT_TILE)
-        kept_ok = tl.arange(0, KEPT_TILE) < kept
-        kept_total = zero_total(STATS_CHANNELS, KEPT_TILE)
-    if REST_TILE:
-        rest_source = source_blocks(order_ptr, expert, kept, width, K, REST_TILE)
-        rest_ok = kept + tl.arange(0, REST_TILE) < width
-        rest_total = zero_total(STATS_CHANNELS, REST_TILE)
+    # A tile of no blocks stands for nothing, and is compiled to nothing.
+    kept_source = source_blocks(order_ptr, expert, 0, kept, K, max(KEPT_TILE, 1))
+    kept_total = zero_total(STATS_CHANNELS, max(KEPT_TILE, 1))
+    rest_source = source_blocks(order_ptr, expert, kept, width, K, max(REST_TILE, 1))
+    rest_total = zero_total(STATS_CHANNELS, max(REST_TILE, 1))
     if keep_ptr is not None:
         keep_ptr += expert * (K if MASK_CHANNELS else width)
     begin, last = row_range(offsets_ptr, expert, M)
-    for start in range(begin + slot * R, last, tl.num_programs(0) * R):
-        rows, row_ok = row_numbers(members_ptr, start, last, R)
-        row_amax = tl.zeros((R,), tl.int32)
-        if KEPT_TILE:
-            x = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, kept_source, kept_ok, K, SWIGLU, HW)
-            amax = amax_last(x)
-            row_amax = tl.maximum(row_amax, amax_last(amax).to(tl.int32, bitcast=True))
-        if REST_TILE:
-            x2 = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, rest_source, rest_ok, K, SWIGLU, HW)
-            amax2 = amax_last(x2)
-            row_amax = tl.maximum(row_amax, amax_last(amax2).to(tl.int32, bitcast=True))
-        g = global_scale_dec(row_amax.to(tl.float32, bitcast=True))
-        tl.store(g_ptr + rows, g, mask=row_ok)
-        g = g[:, None]
-        if KEPT_TILE:
-            kept_total = quantize_tile(
-                x, amax, g, kept_total, rows, row_ok, kept_source, 0, kept, K, kept, keep_ptr, values_ptr,
-                packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr,
-                True, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE,
+    start = begin + slot * R
+    if LOOP:
+        for tile_start in range(start, last, tl.num_programs(0) * R):
+            kept_total, rest_total = quantize_row_tile(
+                tile_start, last, kept_total, rest_total, kept_source, rest_source, x_ptr, keep_ptr, members_ptr,
+                g_ptr, values_ptr, packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, K, kept,
+                stride_m, stride_k, SWIGLU, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE, REST_TILE,
             )  # fmt: skip
-        if REST_TILE:
-            rest_total = quantize_tile(
-                x2, amax2, g, rest_total, rows, row_ok, rest_source, kept, width, K, kept, None, values_ptr,
-                packed_ptr, scales_ptr, None, None,
-                False, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, REST_TILE,
-            )  # fmt: skip
+    else:
+        kept_total, rest_total = quantize_row_tile(
+            start, last, kept_total, rest_total, kept_source, rest_source, x_ptr, keep_ptr, members_ptr,
+            g_ptr, values_ptr, packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, K, kept,
+            stride_m, stride_k, SWIGLU, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE, REST_TILE,
+        )  # fmt: skip
     if STATS:
         line = slot * tl.num_programs(1) + expert
         line_ptr = stats_ptr + line * (K if STATS_CHANNELS else width)
         if KEPT_TILE:
+            kept_ok = tl.arange(0, KEPT_TILE) < kept
             add_statistics(line_ptr, kept_total, kept_source, kept_ok, STATS_CHANNELS)
         if REST_TILE:
+            rest_ok = kept + tl.arange(0, REST_TILE) < width
             add_statistics(line_ptr, rest_total, rest_source, rest_ok, STATS_CHANNELS)
 
 

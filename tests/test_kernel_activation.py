@@ -82,7 +82,7 @@ def moved(*tensors):
 def small_tiles(monkeypatch, rows: int) -> None:
     """Few rows a program, so that slots, loops and tails all happen; the interpreter would take all rows at once."""
     whole = activation.row_tile
-    monkeypatch.setattr(activation, "row_tile", lambda k, kept: {**whole(k, kept), "R": rows})
+    monkeypatch.setattr(activation, "row_tile", lambda *args, **flags: {**whole(*args, **flags), "R": rows})
 
 
 @pytest.mark.parametrize("dtype", launch.FLOATS, ids=str)
