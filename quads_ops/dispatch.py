@@ -122,8 +122,10 @@ def new_statistics(k: int, granularity: str, device: torch.device, experts: int 
     size = k // BLOCK_SIZE if granularity == "block" else k
     on_gpu = torch.device(device).type == "cuda"
     if experts is None:
-        return torch.zeros(custom_ops.STATISTICS_SLOTS if on_gpu else 1, size, device=device)
-    return torch.zeros(custom_ops.EXPERT_SLOTS if on_gpu else 1, experts, size, device=device)
+        shape = (custom_ops.STATISTICS_SLOTS if on_gpu else 1, size)
+    else:
+        shape = (custom_ops.EXPERT_SLOTS if on_gpu else 1, experts, size)
+    return torch.zeros(shape, dtype=torch.float32, device=device)  # vLLM loads models with another default dtype
 
 
 def choose_gemm(x: torch.Tensor, n: int, backend: str | None = None) -> str:

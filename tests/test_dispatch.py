@@ -215,3 +215,13 @@ def test_torch_compile_sees_one_graph():
         for a, b in zip((*actual, *states[1]), (*expected, *states[0]), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
         assert states[1][0].sum() > 0 and states[1][1].sum() > 0
+
+
+@pytest.mark.parametrize("experts", [None, 3])
+def test_statistics_are_fp32_whatever_the_default_dtype(experts):
+    """vLLM sets the default dtype to the model's while it loads one."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert dispatch.new_statistics(128, "block", torch.device("cpu"), experts).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
