@@ -7,6 +7,7 @@ import sys
 COMMANDS = {
     "demo": ("quads_recipe.demo", "train a small mixture-of-experts policy by GRPO and show how it went"),
     "report": ("quads_recipe.demo_report", "table and curves of a run, from the metrics file that verl wrote"),
+    "study": ("quads_recipe.study.cli", "the paper's arms against each other over several seeds, with tests"),
     "diagnose": ("quads_recipe.diagnose", "where rollout and actor differ: by leg, layer and cause"),
     "doctor": ("quads_recipe.doctor", "check the installation and say which numeric path would run"),
     "make-policy": ("quads_recipe.policy.cli", "train the demo's policy from a seed"),

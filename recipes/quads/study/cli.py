@@ -1,0 +1,157 @@
+"""`quads study`: the paper's experiment in miniature, through verl's own trainer.
+
+Trains every arm from the same policy on the same prompts with several seeds, one run after the other, evaluates the
+weights on held-out problems in the arm's own rollout engine and in BF16, and judges the paper's claims by tests over
+the seeds. Start it again with the same arguments to go on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from quads_recipe.study.plan import StudyError
+from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES
+
+WRONG, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="quads study", description=__doc__, epilog=_epilog(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--preset", default="quick", choices=PRESETS, help="prepared study (default %(default)s)")
+    p.add_argument("--out", type=Path, help="folder of the study (default runs/study-PRESET-...)")
+    p.add_argument("--policy", help="natural, outlier or a checkpoint folder (default: the preset's)")
+    p.add_argument("--outlier-strength", type=float, metavar="FACTOR", help="of the policy `outlier` (shipped: 16)")
+    p.add_argument("--stress", action="append", default=[], choices=STRESSES, help="harder settings; may be repeated")
+    p.add_argument("--arms", help=f"separated by commas, of {', '.join(ALL_ARMS)}")
+    p.add_argument("--seeds", type=int, help="how many")
+    p.add_argument("--steps", type=int, help="training steps of a run")
+    p.add_argument("--heldout", type=int, help="held-out problems of the evaluation")
+    p.add_argument("--samples", type=int, help="responses to each of them")
+    p.add_argument("--data", type=Path, nargs=2, metavar=("TRAIN", "HELDOUT"), help="own verl parquet files")
+    p.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a hydra override for every run; may be repeated",
+    )
+    p.add_argument("--dry-run", action="store_true", help="show the plan and what it would cost, start nothing")
+    p.add_argument("--report", action="store_true", help="only write the report again, of what the folder holds")
+    p.add_argument("--compare", type=Path, nargs="+", metavar="STUDY", help="only compare these study folders")
+    return p
+
+
+def _epilog() -> str:
+    lines = ["presets:"] + [f"  {p.name:<14} {p.about}" for p in PRESETS.values()]
+    lines += ["", "stress settings:"] + [f"  {s.name:<14} {s.about}" for s in STRESSES.values()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when every run and evaluation is done, 1 when one failed, 2 for a wrong argument, 130 when interrupted."""
+    args = parser().parse_args(argv)
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, _interrupt)
+    try:
+        if args.compare:
+            return _compare(args)
+        return _report(args.out) if args.report else run(args)
+    except (StudyError, OSError) as error:
+        print(f"quads study: {error}", file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _report(out: Path | None) -> int:
+    from quads_recipe.study import report
+
+    if out is None:
+        raise StudyError("--report: needs --out, the folder of a study")
+    about = out / "about.json"
+    if not about.is_file():
+        raise StudyError(f"--out: {out} holds no study that was started; give the folder of one")
+    results = report.write(out, json.loads(about.read_text()))
+    print("\n".join([*report.terminal_lines(results), f"report: {out / 'report' / report.PAGE}"]))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from quads_recipe.study import compare
+
+    out = args.out or Path("runs") / "study-compare"
+    print("\n".join(compare.write(args.compare, out)))
+    return 0
+
+
+# -- a study
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, evaluates and reports. Raises StudyError, OSError, KeyboardInterrupt."""
+    from quads_recipe.study import estimate, prepare
+
+    prepared = prepare.prepare(args)
+    print("\n".join(prepare.describe(prepared) + estimate.describe(prepared.plan)), flush=True)
+    if args.dry_run:
+        return 0
+    prepare.commit(prepared)
+    return _work(prepared)
+
+
+def _work(prepared) -> int:
+    from quads_recipe.study import report
+    from quads_recipe.study.machine import code_digest
+    from quads_recipe.study.progress import StudyDisplay
+    from quads_recipe.study.runner import Runner, lock
+
+    plan, layout = prepared.plan, prepared.layout
+    with lock(layout.study), StudyDisplay(plan, layout) as display:
+        runner = Runner(plan, layout, prepared.policy, display, code_digest(), prepared.own_data)
+        try:
+            failed = _train_and_evaluate(prepared, runner, display)
+        finally:  # of an interrupted study too: what there is
+            results = report.write(layout.study, prepared.about)
+    print("\n".join(report.terminal_lines(results)))
+    for name, cause in failed.items():
+        print(f"FAILED {name}: {' | '.join(cause)}", file=sys.stderr)
+    print(f"report: {layout.report / report.PAGE}")
+    print(f"tensorboard: tensorboard --logdir {shlex.quote(str(layout.study / 'runs'))}")
+    return FAILED if failed else 0
+
+
+def _train_and_evaluate(prepared, runner, display) -> dict[str, list[str]]:
+    """Name -> cause of every run and evaluation that failed."""
+    from quads_recipe.study import evaluate
+
+    plan, layout = prepared.plan, prepared.layout
+    engines = evaluate.engines(prepared.blocks)
+    settings = evaluate.settings_of(prepared.config, plan, runner.files(plan.seeds[0]))
+    failed = evaluate.evaluate(evaluate.start_jobs(layout, prepared.policy, engines), settings, layout, display)
+    for run_ in layout.runs(plan):
+        if not runner.train(run_):
+            failed[run_.name] = run_.failure()["cause"]
+        elif not plan.keep_weights:
+            jobs = evaluate.run_jobs(layout, run_, engines)
+            failed |= evaluate.evaluate(jobs, settings, layout, display)
+            evaluate.drop_weights(jobs, run_)
+    finished = [run_ for run_ in layout.runs(plan) if run_.done()]
+    jobs = [job for run_ in finished for job in evaluate.run_jobs(layout, run_, engines)]
+    return failed | evaluate.evaluate(jobs, settings, layout, display)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

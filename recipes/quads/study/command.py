@@ -1,0 +1,84 @@
+"""The command line of one run: `python -m verl.trainer.main_ppo` with the study's settings, one arm and one seed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from quads_recipe.paths import configs_dir
+from quads_recipe.study.plan import Plan, StudyError
+
+DEMO_CONFIG = "quads_demo"
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a run reads: policy folder, training problems of its seed, held-out problems."""
+
+    policy: Path
+    train: Path
+    heldout: Path
+
+
+def overrides(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> list[str]:
+    """Hydra overrides of a run; those of the plan (preset, stress, caller) come last, so they win."""
+    every = plan.save_every or plan.steps
+    settings = {
+        "quads.arm": arm,
+        "quads.probe.every": plan.probe_every,
+        "actor_rollout_ref.model.path": files.policy,
+        "actor_rollout_ref.rollout.seed": seed,
+        "actor_rollout_ref.actor.data_loader_seed": seed,
+        "actor_rollout_ref.actor.fsdp_config.seed": seed,
+        "data.train_files": files.train,
+        "data.val_files": files.heldout,
+        "trainer.total_training_steps": plan.steps,
+        "trainer.logger": "[console,tensorboard,file]",
+        "trainer.default_local_dir": run_dir / "checkpoints",
+        "trainer.experiment_name": run_dir.name,
+        "trainer.save_freq": every,
+        "trainer.resume_mode": "auto" if plan.save_every else "disable",
+        "trainer.max_actor_ckpt_to_keep": 1,
+    }
+    contents = "[model,optimizer,extra,hf_model]" if plan.save_every else "[hf_model]"
+    settings["actor_rollout_ref.actor.checkpoint.save_contents"] = contents
+    if plan.config == DEMO_CONFIG and not plan.data:
+        settings["reward.custom_reward_function.path"] = "pkg://quads_recipe.reward"
+    return [f"{key}={value}" for key, value in settings.items()] + list(plan.overrides)
+
+
+def command(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> list[str]:
+    """The whole command line."""
+    start = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-path", str(configs_dir())]
+    given = [*overrides(plan, arm, seed, files, run_dir), f"hydra.run.dir={run_dir / 'hydra'}"]
+    return [*start, "--config-name", plan.config, *given]
+
+
+def environment(plan: Plan, run_dir: Path, metrics: Path) -> dict[str, str]:
+    """What a run needs in its environment beside the caller's own."""
+    added = {
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "TENSORBOARD_DIR": str(run_dir / "tensorboard"),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {"VERL_PLATFORM": "cpu", **added} if plan.config == DEMO_CONFIG else added
+
+
+def compose(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path):
+    """The hydra configuration of a run, without starting it.
+
+    Raises StudyError for an override that hydra refuses: the message is hydra's own.
+    """
+    import hydra
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+
+    try:
+        with initialize_config_dir(str(configs_dir()), version_base=None):
+            return hydra.compose(plan.config, overrides=overrides(plan, arm, seed, files, run_dir))
+    except HydraException as error:
+        cause = f": {error.__cause__}" if error.__cause__ else ""
+        raise StudyError(f"--set: {error}{cause}") from None

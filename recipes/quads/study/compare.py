@@ -1,0 +1,73 @@
+"""Several studies side by side: where an arm degrades, from which stress on, and whether another one holds there."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from quads_recipe.study.layout import Layout
+from quads_recipe.study.plan import StudyError
+
+TABLE = "compare.csv"
+_FIGURES = ("reward_first", "reward_last", "gain", "collapsed", "d_mean", "d_max", "own", "in_bf16")
+
+
+def write(studies: Sequence[Path], out: Path) -> list[str]:
+    """Writes compare.csv, a row per study and arm, into `out`; returns a table for the terminal.
+
+    Raises StudyError: a folder without a report.
+    """
+    rows = [row for study in studies for row in rows_of(_results(study))]
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / TABLE).open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return [*lines(rows), f"table: {out / TABLE}"]
+
+
+def _results(study: Path) -> dict:
+    file = Layout(study).report / "results.json"
+    if not file.is_file():
+        raise StudyError(f"--compare: {study} has no report/results.json; run or report that study first")
+    return json.loads(file.read_text())
+
+
+def rows_of(results: Mapping) -> list[dict]:
+    """Per arm of a study: what it was run with, its mean figures, and what it lost against bf16."""
+    plan = results["plan"]
+    figures = {arm["arm"]: arm["figures"] for arm in results["arms"]}
+    base = figures.get("bf16", {})
+    rows = []
+    for arm, found in figures.items():
+        row = {
+            "policy": plan["policy"],
+            "outliers": " ".join(f"{name}={value:g}" for name, value in (results["about"]["outliers"] or {}).items()),
+            "stress": "+".join(plan["stress"]) or "none",
+            "steps": plan["steps"],
+            "seeds": found.get("reward_last", {}).get("n", 0),
+            "arm": arm,
+        }
+        row |= {name: found.get(name, {}).get("mean") for name in _FIGURES}
+        for name in ("reward_last", "own", "in_bf16"):
+            known = name in found and name in base
+            row[f"{name}_gap"] = found[name]["mean"] - base[name]["mean"] if known else None
+        rows.append(row)
+    return rows
+
+
+def lines(rows: Sequence[Mapping]) -> list[str]:
+    """The table as text."""
+    columns = ("policy", "stress", "arm", "seeds", "d_mean", "reward_first", "reward_last", "collapsed")
+    columns += ("reward_last_gap", "own_gap", "in_bf16_gap")
+    cells = [columns, *(tuple(_cell(row[name]) for name in columns) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
+
+
+def _cell(value) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
