@@ -17,6 +17,9 @@ MATRICES = 4 * (4 + 3 * 8)
 """Of the demo's policy: four attention matrices and three per expert in each of four layers."""
 
 
+PROBE = "quads.probe.every=3"
+
+
 class Run:
     """The outcome of one `quads demo`."""
 
@@ -53,7 +56,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("arm", ["quads", "naive"])
 def test_three_steps(run, arm):
-    outcome = run(arm, 3)
+    outcome = run(arm, 3, PROBE)
     assert sorted(outcome.steps) == [1, 2, 3]
     assert outcome.values("quads/receipts_equal_min") == [1.0] * 3
     assert outcome.values("quads/receipts_matrices_min") == [MATRICES] * 3
@@ -69,9 +72,22 @@ def test_three_steps(run, arm):
 
 def test_quads_has_a_smaller_mismatch_than_naive(run):
     """Before any difference in training can matter: the first step, from the same weights and prompts."""
-    quads, naive = run("quads", 3), run("naive", 3)
+    quads, naive = run("quads", 3, PROBE), run("naive", 3, PROBE)
     for name in ("quads/logprob_abs_diff_mean", "quads/logprob_abs_diff_p99"):
         assert quads.values(name)[0] < 0.7 * naive.values(name)[0]
+
+
+@pytest.mark.parametrize("arm", ["quads", "naive"])
+def test_probe_splits_the_mismatch(run, arm):
+    step = run(arm, 3, PROBE).steps[3]
+    assert step["quads/probe_sum_error_max"] <= 1e-5
+    assert step["quads/probe_tokens_sum"] > 300
+    if arm == "quads":  # the actor multiplies with the rollout's weights
+        assert step["quads/probe_weight_abs_max"] == 0
+    else:
+        assert step["quads/probe_weight_abs_mean"] > step["quads/probe_num_abs_mean"]
+    assert step["quads/probe_act_abs_mean"] > step["quads/probe_num_abs_mean"]
+    assert "quads/probe_d_abs_mean" not in run(arm, 3, PROBE).steps[2]
 
 
 def test_two_ranks_with_tensor_parallel_rollout_hold_the_same_weights(run):
@@ -85,7 +101,7 @@ def test_two_ranks_with_tensor_parallel_rollout_hold_the_same_weights(run):
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
     )
     assert two.values("quads/receipts_equal_min") == [1.0]
-    assert two.checksums()[0] == run("quads", 3).checksums()[0]
+    assert two.checksums()[0] == run("quads", 3, PROBE).checksums()[0]
 
 
 def test_resumed_run_continues_with_the_same_weights(run, tmp_path):
