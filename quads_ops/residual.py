@@ -150,7 +150,8 @@ def residual_statistics(x: torch.Tensor, granularity: str = "block") -> torch.Te
     """
     _check_granularity(granularity)
     _check_tokens(x)
-    stats = torch.zeros(x.shape[-1] // (BLOCK_SIZE if granularity == "block" else 1), device=x.device)
+    size = x.shape[-1] // (BLOCK_SIZE if granularity == "block" else 1)
+    stats = torch.zeros(size, dtype=torch.float32, device=x.device)
     compensate(x, "w4a4", stats=stats)
     return stats
 

@@ -1,4 +1,6 @@
-"""NVFP4 of compressed-tensors and of vLLM's reference against the definition: where they agree, and how often not.
+"""NVFP4 of other libraries against the definition: where they agree, and how often not.
+
+compressed-tensors and vLLM are always here; the tests of torchao and ModelOpt run where these are installed.
 
 docs/numerics.md ("Peers") gives the reasons. A test that fails after an upgrade of a peer means that the table there
 needs a new number.
@@ -172,3 +174,45 @@ def test_vllm_decodes_with_another_order_of_products():
     assert 0.15 < differing(mine, theirs) < 0.22
     apart = (mine.view(torch.int32) - theirs.view(torch.int32)).abs().max()
     assert apart == 1
+
+
+# ---- peers that are not part of the installation
+
+
+def torchao(x: torch.Tensor) -> Quantized:
+    nvfp4_tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", exc_type=ImportError)
+    g = nvfp4_tensor.per_tensor_amax_to_scale(x.abs().amax())
+    scales, packed = nvfp4_tensor.nvfp4_quantize(x, 16, g)
+    values = nvfp4_tensor.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=g).dequantize(x.dtype)
+    return Quantized(nvfp4.decode_e2m1(nvfp4.unpack(packed)), scales.float().reshape(x.shape[0], -1), values)
+
+
+def modelopt(x: torch.Tensor) -> Quantized:
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor", exc_type=ImportError)
+    q, scales, g = qtensor.NVFP4QTensor.quantize(x.clone(), 16)
+    values = q.dequantize(x.dtype, scale=scales, double_scale=g, block_sizes={-1: 16})
+    return Quantized(nvfp4.decode_e2m1(nvfp4.unpack(q._quantized_data)), scales.float(), values)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+def test_modelopt_has_the_same_codes_and_scales(source):
+    scales, codes, values = compare(modelopt, source=source, compute=torch.float32)
+    assert max(scales) == max(codes) == 0
+    assert 0.1 < sum(values) / len(SEEDS) < 0.5  # e2m1 * (s8 * g): the last bit
+
+
+def test_torchao_multiplies_with_a_reciprocal():
+    """The same scales; of a BF16 source up to 0.3% of the codes are others."""
+    scales, codes, _ = compare(torchao, source=torch.float32, compute=torch.float32)
+    assert max(scales) == 0 and max(codes) < 1e-5
+    scales, codes, _ = compare(torchao, source=torch.bfloat16, compute=torch.float32)
+    assert max(scales) == 0 and 0.002 < max(codes) < 0.004
+
+
+@pytest.mark.parametrize("peer, zero, least", [(torchao, 2.0**-6, 2.0**-6), (modelopt, 1.0, 2.0**-9)])
+def test_small_blocks_elsewhere(peer, zero, least):
+    """Both raise small scales; here a scale may round to 0, and the block with it."""
+    x = torch.full((1, 64), 1e-4)
+    x[0, 0], x[0, 16:32] = 2688.0, 0.0
+    assert ours(x).scales.tolist() == [[448.0, 0.0, 0.0, 0.0]]
+    assert peer(x).scales.tolist() == [[448.0, zero, least, least]]

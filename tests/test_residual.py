@@ -145,6 +145,19 @@ def test_token_mask_keeps_the_blocks_of_largest_residual_of_each_token():
     assert_same_bits(compensate(x, "w4a4", TokenMask(0.25, "channel")), first + kept)
 
 
+def test_the_default_dtype_does_not_matter():
+    """vLLM sets it to BF16 while a model is built."""
+    x = torch.randn(20, 96)
+    expected = [compensate(x, "w4a4", TokenMask(0.5)), residual_statistics(x), token_scale(x)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = [compensate(x, "w4a4", TokenMask(0.5)), residual_statistics(x), token_scale(x)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b)
+
+
 def test_w4a16_leaves_activations_alone():
     x = torch.randn(3, 32).bfloat16()
     assert_same_bits(compensate(x, "w4a16", "all"), x.float())
