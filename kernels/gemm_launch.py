@@ -4,6 +4,7 @@ import functools
 from contextlib import nullcontext
 
 import torch
+import triton
 
 from quads_kernels.activation import Quantized
 from quads_kernels.launch import FLOATS, HW, capability, require, require_k, require_tensor
@@ -49,16 +50,36 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 
 
 def run(kernel, grid: tuple[int, ...], device: torch.device, native: bool, *args, **constants) -> None:
-    """Start a kernel. Raises RuntimeError where `native` compiled to something else: Triton falls back in silence."""
+    """Start a kernel. Raises RuntimeError where `native` compiles to something else, before anything runs.
+
+    Triton falls back to BF16 in silence, and makes a lone trap of a tile that exceeds tensor memory.
+    """
     if not all(grid):
         return
+    options = dict(constants, HW=HW, enable_fp_fusion=False)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = kernel[grid](*args, **constants, HW=HW, enable_fp_fusion=False)
-    if native and device.type == "cuda" and not _is_native(compiled):
+        if native and device.type == "cuda":
+            _require_native(kernel, grid, device, args, options)
+        kernel[grid](*args, **options)
+
+
+_known_native: set[tuple] = set()
+
+
+def _require_native(kernel, grid: tuple[int, ...], device: torch.device, args: tuple, options: dict) -> None:
+    """Compile without launching, and look into the PTX; once for each set of constants and dtypes."""
+    kinds = tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args)
+    key = (kernel.fn.__name__, device, kinds, tuple(sorted(options.items())))
+    if key in _known_native:
+        return
+    ptx = kernel.warmup(*args, grid=grid, **options).asm["ptx"]
+    if NATIVE_INSTRUCTION not in ptx:
         raise RuntimeError(
-            f"{kernel.fn.__name__} was compiled for sm_{capability(device)} without {NATIVE_INSTRUCTION}: Triton fell "
-            f"back to BF16 for {constants}. Use backend emulated, or a tile from quads_kernels.configs."
+            f"{kernel.fn.__name__} compiles for sm_{capability(device)} without {NATIVE_INSTRUCTION}: Triton "
+            f"{triton.__version__} multiplies in BF16, or not at all, with {options}. Use backend emulated, or a tile "
+            "from quads_kernels.configs."
         )
+    _known_native.add(key)
 
 
 @functools.cache
@@ -70,17 +91,6 @@ def processors(device: torch.device) -> int:
 @functools.cache
 def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-
-
-_native_seen: dict[int, bool] = {}
-
-
-def _is_native(compiled) -> bool:
-    """Looked up once per compiled kernel; Triton keeps those alive."""
-    found = _native_seen.get(id(compiled))
-    if found is None:
-        found = _native_seen[id(compiled)] = NATIVE_INSTRUCTION in compiled.asm["ptx"]
-    return found
 
 
 def _bytes(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -93,3 +93,37 @@ def test_a_tuned_tile_that_is_not_listed_is_ignored():
     configs.save_tuned("H200", {key: Tile(256, 256, 64, 8, 3)})
     default = configs.dense_candidates(90, False, 4096)[0]
     assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H200") == default
+
+
+def test_a_kernel_without_the_instruction_is_refused_before_it_runs(monkeypatch):
+    """On a GPU: what compiles to a fall-back, or to a trap, must not be launched."""
+    import torch
+
+    from quads_kernels import gemm_launch
+
+    class Kernel:
+        launched = 0
+        ptx = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+
+        def fn(self):
+            raise AssertionError
+
+        def warmup(self, *args, grid, **options):
+            return type("Compiled", (), {"asm": {"ptx": self.ptx}})
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                self.launched += 1
+
+            return launch
+
+    monkeypatch.setattr(gemm_launch, "capability", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: gemm_launch.nullcontext())
+    kernel, device = Kernel(), torch.device("cuda:0")
+    with pytest.raises(RuntimeError, match="compiles for sm_100 without mxf4nvf4"):
+        gemm_launch.run(kernel, (1,), device, True, 1.0, TM=64)
+    assert kernel.launched == 0
+    gemm_launch.run(kernel, (1,), device, False, 1.0, TM=64)
+    kernel.ptx = "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16"
+    gemm_launch.run(kernel, (1,), device, True, 1.0, TM=64)
+    assert kernel.launched == 2
