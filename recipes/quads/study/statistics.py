@@ -5,6 +5,7 @@ The tests are Student's (paired, one sample) and Welch's (Welch 1947, degrees of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,12 +48,13 @@ def two_sided(t: float, df: float) -> float:
     return min(1.0, 2.0 * upper_tail(abs(t), df))
 
 
+@functools.cache
 def critical(df: float, confidence: float = CONFIDENCE) -> float:
     """t with P(|T| <= t) = confidence, by bisection."""
     low, high = 0.0, 1.0
     while two_sided(high, df) > 1 - confidence:
         high *= 2
-    for _ in range(200):
+    for _ in range(60):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if two_sided(middle, df) > 1 - confidence else (low, middle)
     return high
