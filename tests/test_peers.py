@@ -6,6 +6,7 @@ docs/numerics.md ("Peers") gives the reasons. A test that fails after an upgrade
 needs a new number.
 """
 
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -63,6 +64,7 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a != b).float().mean())
 
 
+@functools.cache
 def compare(peer, *, source: torch.dtype, compute: torch.dtype) -> tuple[list[float], list[float], list[float]]:
     """Shares of scales, codes and values that differ, for each of 8 Gaussian tensors given in `source` precision."""
     rows = []
