@@ -134,13 +134,15 @@ def prompts(count: int = 6, length: int = 24, seed: int = 0) -> list[list[int]]:
 @contextmanager
 def engine(folder: Path, options: dict | None, dtype: str = "float32", in_process: bool = True, **kwargs):
     """A vLLM engine that is shut down at the end. options: of quads_nvfp4, or None for vLLM without it."""
-    from vllm import LLM
+    from vllm import LLM, envs
 
     if options is not None:
         kwargs["hf_overrides"] = {"quantization_config": {"quant_method": "quads_nvfp4", **options}}
     settings = dict(max_model_len=128, max_num_seqs=16, enforce_eager=True, enable_prefix_caching=False, seed=0)
+    envs.disable_envs_cache()  # an engine that ran in this process before made them permanent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
+        patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
         # vLLM's CPU worker replaces these in its process, which is the test's here.
         patch.setattr(torch, "set_num_threads", torch.set_num_threads)
         for name in ("synchronize", "empty_cache"):

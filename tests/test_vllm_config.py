@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from support_models import tiny_config
 
 pytest.importorskip("vllm")
 
@@ -71,6 +72,17 @@ def test_settings_survive_the_way_through_vllm():
 def test_wrong_options(options, message):
     with pytest.raises(SettingsError, match=message):
         QuadsNvfp4Config.from_config({"quant_method": "quads_nvfp4", **options})
+
+
+def test_patterns_are_checked_against_the_model():
+    hf_config = tiny_config("qwen3_moe")
+    hf_config.quantization_config = {"quant_method": "quads_nvfp4"}
+    QuadsNvfp4Config(
+        {"targets": ["re:.*self_attn.*"], "exclude": ["model.layers.0.self_attn.o_proj"]}
+    ).maybe_update_config("tiny", hf_config=hf_config)
+    for options in ({"targets": ["model.layers.0.self_attn.qkv_proj"]}, {"exclude": ["re:.*gate_up_proj"]}):
+        with pytest.raises(SettingsError, match="matches no module"):
+            QuadsNvfp4Config(options).maybe_update_config("tiny", hf_config=hf_config)
 
 
 def test_layers_and_their_methods():

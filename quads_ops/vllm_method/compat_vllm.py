@@ -54,7 +54,12 @@ def tp_gather(value: object) -> list[object]:
 
 
 def serving_real_tokens() -> bool:
-    """False in vLLM's profiling and warm-up runs, which have no attention metadata and nothing to learn from."""
+    """False in vLLM's profiling and warm-up runs, which have no attention metadata and nothing to learn from.
+
+    True while a CUDA graph is captured: nothing runs then, but what is captured will serve.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
     return is_forward_context_available() and get_forward_context().attn_metadata is not None
 
 

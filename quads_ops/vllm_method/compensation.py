@@ -63,7 +63,8 @@ class Compensation:
         self.size = k // BLOCK_SIZE if settings.granularity == "block" else k
         self._state: dict[str, torch.Tensor] = {}
         self._masks: list[ResidualMask] = []
-        self.has_average = [False] * (experts or 1)
+        self.version = 0
+        """Grows whenever masks or ratio may have changed."""
 
     # -- state
 
@@ -72,11 +73,12 @@ class Compensation:
         if self._state:
             return
         rows = self.experts or 1
+        self._state["statistics"] = dispatch.new_statistics(self.k, self.settings.granularity, device, self.experts)
         for name, dtype, shape in (
             ("mask", torch.bool, (rows, self.size)),
-            ("energy", torch.float32, (rows, self.size)),
             ("tokens", torch.int64, (rows,)),
             ("average", torch.float32, (rows, self.size)),
+            ("known", torch.bool, (rows,)),
             ("weight_energy", torch.float32, (rows, self.size)),
         ):
             self._state[name] = torch.zeros(shape, dtype=dtype, device=device)
@@ -92,6 +94,16 @@ class Compensation:
         if name in state:
             return state[name]
         raise AttributeError(name)
+
+    @property
+    def energy(self) -> torch.Tensor:
+        """Sum of r^2 in the period so far: FP32 [masks, entries]."""
+        return self.statistics.sum(0).view(self.mask.shape)
+
+    @property
+    def masks(self) -> list[ResidualMask]:
+        """One, or one per local expert, at fixed addresses."""
+        return self._masks
 
     @property
     def frozen(self) -> bool:
@@ -119,23 +131,28 @@ class Compensation:
 
     def one(self, x: torch.Tensor) -> torch.Tensor:
         """[M, K] -> FP32 [M, K], all tokens behind one mask."""
-        stats = None
-        if self.frozen and serving_real_tokens():
-            stats = self.energy[0]
-            self.tokens += x.shape[0]
-        return dispatch.compensate(x, self._residual(), stats=stats)
+        stats = self.collect(x.shape[0])
+        return dispatch.compensate(x, self.residual(), stats=None if stats is None else stats[0])
 
     def grouped(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """[M, K] sorted by expert, counts[e] rows each -> FP32 [M, K]; each expert has its own mask."""
         if not self.frozen:
-            return dispatch.compensate(x, self._residual())
-        stats = None
-        if serving_real_tokens():
-            stats = self.energy
-            self.tokens += torch.tensor(counts, device=x.device)
-        return dispatch.compensate_grouped(x, counts, self.mask, stats=stats)
+            return dispatch.compensate(x, self.residual())
+        stats = self.collect(torch.tensor(counts, device=x.device))
+        return dispatch.compensate_grouped(x, counts, self.mask, stats=None if stats is None else stats[0])
 
-    def _residual(self) -> Residual:
+    def collect(self, tokens: int | torch.Tensor) -> torch.Tensor | None:
+        """Where the residual's energy of these tokens is to be added (`dispatch.new_statistics`), or None.
+
+        tokens: how many, or int64 [experts].
+        """
+        if not self.frozen or not serving_real_tokens():
+            return None
+        self.tokens += tokens
+        return self.statistics
+
+    def residual(self) -> Residual:
+        """What the layer compensates; with a mask per expert, `masks` are meant."""
         ratio = self.settings.ratio
         if ratio in (0, 1):
             return "all" if ratio else None
@@ -153,44 +170,49 @@ class Compensation:
         """
         if not self.frozen:
             return RollReport()
-        report = RollReport(entries=self.mask.numel(), masks=len(self.has_average))
-        before = self.mask.clone()
-        for row, tokens in enumerate(self.tokens.tolist()):
-            if tokens:
-                report.covered += self._covered(row)
-                report.measured += 1
-                self._average_in(row, tokens)
-        self.energy.zero_()
+        before, energy, seen = self.mask.clone(), self.energy, self.tokens > 0
+        covered = _share(energy, self.mask)[seen]
+        period = energy / self.tokens.clamp(min=1).unsqueeze(-1)
+        mixed = torch.lerp(period, self.average, self.settings.ema)
+        current = torch.where(self.known.unsqueeze(-1), mixed, period)
+        self.average.copy_(torch.where(seen.unsqueeze(-1), current, self.average))
+        self.known |= seen
+        self.statistics.zero_()
         self.tokens.zero_()
         self.choose()
-        report.moved = int((before ^ self.mask).sum())
-        report.from_prior = self.has_average.count(False)
-        return report
+        return RollReport(
+            covered=float(covered.sum()),
+            measured=len(covered),
+            moved=int((before ^ self.mask).sum()),
+            entries=self.mask.numel(),
+            from_prior=int((~self.known).sum()),
+            masks=len(self.known),
+        )
 
     def choose(self) -> None:
         """Choose the masks from the moving average, or from the weights where there is none yet."""
+        self.version += 1
         if not self.frozen:
             return
-        for row, known in enumerate(self.has_average):
-            score = self.average[row] if known else self.weight_energy[row]
-            if known and self.settings.score == "weighted":
-                score = score * self.weight_energy[row]
+        score = self.average * self.weight_energy if self.settings.score == "weighted" else self.average
+        score = torch.where(self.known.unsqueeze(-1), score, self.weight_energy)
+        for row, line in enumerate(score):
             try:
-                chosen = select_mask(score, self.settings.ratio, self.settings.granularity)
+                chosen = select_mask(line, self.settings.ratio, self.settings.granularity)
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
             self.mask[row].copy_(chosen.flags)
 
     def forget(self) -> None:
         """Drop all statistics; the masks stay until the next choice, which then comes from the weights."""
-        self.energy.zero_()
+        self.statistics.zero_()
         self.tokens.zero_()
         self.average.zero_()
-        self.has_average = [False] * len(self.has_average)
+        self.known.zero_()
 
     def describe(self) -> dict[str, object]:
         """A summary for people: plain numbers and text."""
-        residual = self._residual()
+        residual = self.residual()
         kind = {ResidualMask: "frozen mask", TokenMask: "mask per token"}.get(type(residual), residual or "none")
         summary: dict[str, object] = {"ratio": self.settings.ratio, "residual": kind, "k": self.k}
         if self.frozen:
@@ -198,17 +220,12 @@ class Compensation:
             summary["score"] = self.settings.score
             summary["chosen"] = self.mask.sum(-1).tolist()
             summary["entries"] = self.size
-            summary["from_prior"] = [not known for known in self.has_average]
+            summary["from_prior"] = (~self.known).tolist()
             summary["tokens"] = self.tokens.tolist()
         return summary
 
-    def _covered(self, row: int) -> float:
-        total = self.energy[row].sum()
-        return float(self.energy[row][self.mask[row]].sum() / total) if total > 0 else 1.0
 
-    def _average_in(self, row: int, tokens: int) -> None:
-        period = self.energy[row] / tokens
-        if self.has_average[row]:
-            period = torch.lerp(period, self.average[row], self.settings.ema)
-        self.average[row].copy_(period)
-        self.has_average[row] = True
+def _share(energy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """For each mask the part of the energy that lies under it, 1 where there is none: [masks, entries] -> [masks]."""
+    total = energy.sum(-1)
+    return torch.where(total > 0, torch.where(mask, energy, 0.0).sum(-1) / total, 1.0)

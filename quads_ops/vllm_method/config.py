@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
 
-from quads_ops import compat
+from quads_ops import compat, dispatch
+from quads_ops.matrix_plan import quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
 from quads_ops.vllm_method import names
@@ -69,6 +72,23 @@ class QuadsNvfp4Config(QuantizationConfig):
     @classmethod
     def from_config_dict_json(cls, text: str) -> QuadsNvfp4Config:
         return cls.from_config(json.loads(text))
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Check that every pattern matches a module; vLLM calls this with the model's configuration at start-up.
+
+        Raises:
+            SettingsError: a pattern without a match.
+        """
+        patterns = (*(() if isinstance(self.settings.targets, str) else self.settings.targets), *self.settings.exclude)
+        if self.rollout.mode == "bf16" or not patterns or hf_config is None:
+            return
+        try:
+            modules = _modules(hf_config)
+        except Exception as error:  # a model that transformers can't build may still run in vLLM
+            logger.warning_once("quads_nvfp4: can't check the patterns %s against %s: %s", patterns, model_name, error)
+            return
+        for pattern, matched in self.targets.plan(modules).matches.items():
+            logger.info_once("quads_nvfp4: pattern %r matched %d modules", pattern, len(matched))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Linear layers and fused experts that the targets want; None (vLLM's own method) for everything else.
@@ -128,10 +148,19 @@ class QuadsNvfp4Config(QuantizationConfig):
 
 
 def path() -> str:
-    """Which implementation multiplies."""
-    from vllm.platforms import current_platform
+    """Which implementation multiplies W4A4 (`quads_ops.dispatch.describe`); on a CPU it is always emulated in torch."""
+    return dispatch.describe(current_platform.device_type)
 
-    return f"{'cpu' if current_platform.is_cpu() else current_platform.device_type}: torch emulated"
+
+def _modules(hf_config: Any) -> list[str]:
+    """Canonical names of all modules that could be quantized, from the configuration alone (on the meta device)."""
+    from transformers import AutoModelForCausalLM
+
+    plain = copy.deepcopy(hf_config)
+    plain.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plain)
+    return list(quantizable_modules(model))
 
 
 def _settings(options: Mapping[str, Any]) -> QuadsSettings:

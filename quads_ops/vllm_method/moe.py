@@ -1,4 +1,4 @@
-"""vLLM's fused experts with quantized weights, emulated in torch: one FP32 GEMM per expert that has tokens."""
+"""vLLM's fused experts with quantized weights: an FP32 GEMM per expert on a CPU, one operator on a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
+from quads_ops import gemm
+from quads_ops.moe_reference import local_experts
 from quads_ops.settings import RolloutSettings
 from quads_ops.vllm_method import opaque
 from quads_ops.vllm_method.compat_vllm import initialize_online_processing
@@ -115,14 +117,15 @@ class QuadsMoEMethod(FusedMoEMethodBase):
 
         Returns [T, H] in the dtype of x.
         """
-        weights, ids = route(layer, weights) if ids is None else (weights.float(), ids.long())
+        weights, ids = route(layer, weights) if ids is None else (weights.float(), ids)
+        if layer.quads_projections[0].operators:
+            return _operator(layer, x, weights, ids)
         w13, w2 = layer.quads_projections
-        order, counts = _by_expert(layer, ids)
+        order, counts = _by_expert(layer, ids.long())
         token = order // ids.shape[1]
         hidden = _each_expert(w13.activation.one(x)[token], w13.dense(), counts).to(x.dtype)
-        gate, up = hidden.float().chunk(2, -1)
-        hidden = (self._act(gate) * up).to(x.dtype)
-        out = _each_expert(w2.activation.grouped(hidden, counts), w2.dense(), counts)
+        gate, up = hidden.chunk(2, -1)
+        out = _each_expert(w2.activation.grouped(self._act(gate) * up, counts), w2.dense(), counts)
         out *= weights.flatten()[order].unsqueeze(-1)
         # Adds each token's experts in the order of their ids, whatever else is in the batch.
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, token, out).to(x.dtype)
@@ -130,14 +133,37 @@ class QuadsMoEMethod(FusedMoEMethodBase):
     def _check(self, layer: torch.nn.Module, hidden_size: int, intermediate: int) -> None:
         check_k(f"{self.module} (gate and up)", hidden_size, 1)
         check_k(f"{self.module} (down)", intermediate, self.moe.tp_size)
-        if current_platform.is_cpu():
-            check_routing(layer, self.module)
-        if not self.moe.is_act_and_mul or _activation_name(layer) not in _ACTIVATIONS or self.moe.has_bias:
+        check_routing(layer, self.module, on_cpu=current_platform.is_cpu())
+        # The GPU's operator has SwiGLU alone.
+        known = _ACTIVATIONS if current_platform.is_cpu() or self.rollout.mode != "w4a4" else {"silu": F.silu}
+        if not self.moe.is_act_and_mul or _activation_name(layer) not in known or self.moe.has_bias:
             raise ValueError(
                 f"quads_nvfp4: {self.module} has activation {_activation_name(layer)!r}"
-                f"{', biases' if self.moe.has_bias else ''}; only gated {' or '.join(_ACTIVATIONS)} without biases is "
-                f"supported. Leave it out with quads.exclude"
+                f"{', and biases' if self.moe.has_bias else ''}; only gated {' or '.join(known)} without biases is "
+                "supported. Leave it out with quads.exclude"
             )
+
+
+def _operator(layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The product of `quads_ops.gemm`; no step waits for the device, so that a CUDA graph can hold it."""
+    w13, w2 = layer.quads_projections
+    return gemm.w4a4_moe(
+        x,
+        w13.operand(),
+        w2.operand(),
+        weights,
+        ids,
+        expert_map=layer.expert_map,
+        stats13=w13.compensation.collect(x.shape[0]),
+        stats2=w2.compensation.collect(_tokens_of_experts(layer, ids)),
+    )
+
+
+def _tokens_of_experts(layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """How many tokens each local expert gets: int64 [experts]."""
+    local = local_experts(ids, layer.expert_map).flatten()
+    counts = torch.zeros(layer.local_num_experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, local + 1, torch.ones_like(local))[1:]
 
 
 def _activation_name(layer: torch.nn.Module) -> str:
@@ -154,7 +180,7 @@ def _local_experts(layer: torch.nn.Module, num_experts: int) -> list[int]:
 
 def _by_expert(layer: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Positions in the flattened ids, sorted by local expert, and how many belong to each; without other workers'."""
-    flat = ids.flatten() if layer.expert_map is None else layer.expert_map[ids.flatten()].long()
+    flat = local_experts(ids, layer.expert_map).flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat + 1, minlength=layer.local_num_experts + 1).tolist()
     return order[counts[0] :], counts[1:]

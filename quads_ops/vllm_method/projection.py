@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from quads_ops import dispatch, gemm
+from quads_ops.residual_layout import CompensatedWeight, ResidualForm, residual_form
 from quads_ops.settings import RolloutSettings
 from quads_ops.vllm_method import source_amax
 from quads_ops.vllm_method.activation import make_activation
@@ -15,6 +17,7 @@ from quads_ops.vllm_method.compensation import Compensation, RollReport
 from quads_ops.vllm_method.shards import Shard
 from quads_ops.vllm_method.weight_fp8 import Fp8Weight
 from quads_ops.vllm_method.weight_nvfp4 import Nvfp4Weight
+from quads_ops.weights import PackedWeight
 
 
 class Projection:
@@ -48,7 +51,11 @@ class Projection:
         self.activation = make_activation(rollout, f"{layer_name} ({stem})", k, masks)
         self.loads = 0
         """How often it was loaded."""
+        self.operators = False
+        """Whether the product is one of `quads_ops.gemm`; known once it is loaded."""
         self._dense: torch.Tensor | None = None
+        self._operand: CompensatedWeight | None = None
+        self._fitted = -1
         # Workers that split N (or the experts) see the same activations, so they share one mask.
         self._shared_mask = masks is None and all(shard.full_shape[1] == shard.columns for shard in shards)
 
@@ -66,6 +73,7 @@ class Projection:
         self.weight.load(source)
         delattr(layer, self.source)
         self.weight.register(layer, self.stem)
+        self.operators = uses_operators(source.device, self.mode)
         self._renew_dense(source.device)
         if self.compensation is not None:
             self.compensation.create(source.device)
@@ -84,10 +92,15 @@ class Projection:
             return RollReport()
         if self._shared_mask and reloaded:
             tp_reduce_(self.compensation.weight_energy, torch.distributed.ReduceOp.SUM)
-        return self.compensation.roll()
+        report = self.compensation.roll()
+        if self.operators:
+            self.operand()  # now, not in the first step: captured graphs read the weight where it is
+        return report
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[M, K] -> [M, N] in the dtype of x; one FP32 GEMM, bias added in FP32, rounded once."""
+        """[M, K] -> [M, N] in the dtype of x, bias added in FP32, rounded once."""
+        if self.operators:
+            return gemm.w4a4_linear(x, self.operand(), bias=bias, stats=self.compensation.collect(x.shape[0]))
         bias = None if bias is None else bias.float()
         return F.linear(self.activation.one(x), self.dense(), bias).to(x.dtype)
 
@@ -95,8 +108,33 @@ class Projection:
         """The dequantized weight, FP32. Cached on the CPU, where memory is cheap and dequantizing is not."""
         return self.weight.dequantized() if self._dense is None else self._dense
 
+    def operand(self) -> CompensatedWeight:
+        """What `quads_ops.gemm` multiplies: the kernel tensors in the order of the masks in force.
+
+        Raises:
+            ValueError: a mask per token, which the kernels don't have.
+        """
+        if self._fitted != self.compensation.version:
+            self._operand = self._fit()
+            self._fitted = self.compensation.version
+        return self._operand
+
+    def _fit(self) -> CompensatedWeight:
+        compensation, k = self.compensation, self.compensation.k
+        residual = compensation.residual()
+        if compensation.frozen and compensation.experts is not None:
+            residual = compensation.masks
+        form = residual_form(residual, k)
+        if form.order is not None:
+            self.weight.reorder(form.order)
+        order = self.weight["order"] if "order" in self.weight else None
+        keep = form.keep
+        if keep is not None:  # the masks themselves, whose addresses stay
+            keep = compensation.mask if compensation.experts is not None else compensation.mask[0]
+        return CompensatedWeight(self.weight.ordered, ResidualForm(form.kept, order, keep))
+
     def _renew_dense(self, device: torch.device) -> None:
-        if device.type != "cpu":
+        if device.type != "cpu" or self.operators:
             return
         if self._dense is None:
             self._dense = self.weight.dequantized()
@@ -105,7 +143,18 @@ class Projection:
 
     def _column_energy(self) -> torch.Tensor:
         """Squared norm of each column: FP32 [K], or [E, K]."""
-        return self.dense().square().sum(-2)
+        if self._dense is not None:
+            return self._dense.square().sum(-2)
+        packed = self.weight.packed
+        if packed.packed.dim() == 2:
+            return dispatch.dequantize_weight(packed).square().sum(-2)
+        experts = (PackedWeight(*(part[e] for part in packed)) for e in range(len(packed.packed)))
+        return torch.stack([dispatch.dequantize_weight(expert).square().sum(-2) for expert in experts])
+
+
+def uses_operators(device: torch.device, mode: str) -> bool:
+    """True where the product is one of `quads_ops.gemm`, on packed operands; elsewhere it is an FP32 GEMM in torch."""
+    return mode == "w4a4" and device.type != "cpu"
 
 
 def projections(model: torch.nn.Module) -> Iterator[Projection]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 
 
-def check_routing(layer: torch.nn.Module, name: str) -> None:
-    """Raise ValueError for ways of routing that `route` does not know."""
-    unknown = {
-        "grouped top-k": layer.use_grouped_topk,
-        "a custom routing function": layer.custom_routing_function is not None,
-        "router weights on the input": layer.apply_router_weight_on_input,
-        f"scoring function {layer.scoring_func!r}": layer.scoring_func not in ("softmax", "sigmoid"),
-    }
+def check_routing(layer: torch.nn.Module, name: str, on_cpu: bool) -> None:
+    """Raise ValueError for ways of routing that are not supported: on a CPU, those that `route` does not know."""
+    unknown = {"router weights on the input": layer.apply_router_weight_on_input}
+    if on_cpu:
+        unknown |= {
+            "grouped top-k": layer.use_grouped_topk,
+            "a custom routing function": layer.custom_routing_function is not None,
+            f"scoring function {layer.scoring_func!r}": layer.scoring_func not in ("softmax", "sigmoid"),
+        }
     found = [what for what, present in unknown.items() if present]
     if found:
         raise ValueError(
-            f"quads_nvfp4: {name} routes with {', '.join(found)}, which is not supported on this device. "
-            f"Leave it out with quads.exclude"
+            f"quads_nvfp4: {name} routes with {', '.join(found)}, which is not supported"
+            f"{' on a CPU' if on_cpu else ''}. Leave it out with quads.exclude"
         )
 
 

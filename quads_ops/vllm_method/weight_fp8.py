@@ -54,4 +54,3 @@ class Fp8Weight(KernelTensors):
             size = shard.rows.stop - shard.rows.start
             part[shard.rows] = observed[shard.row0 : shard.row0 + size].to(w.device)
         return amax
-

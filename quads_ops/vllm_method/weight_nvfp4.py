@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quads_ops import dispatch, nvfp4, receipt
+from quads_ops.residual_layout import reorder_weight
 from quads_ops.vllm_method import source_amax
 from quads_ops.vllm_method.compat_vllm import tp_reduce_
 from quads_ops.vllm_method.kernel_tensors import KernelTensors
@@ -35,8 +36,21 @@ class Nvfp4Weight(KernelTensors):
         return weight_amax(matrix)
 
     @property
-    def packed(self) -> PackedWeight:
+    def ordered(self) -> PackedWeight:
+        """The kernel tensors, with the blocks of K in the order that `reorder` gave them."""
         return PackedWeight(self["packed"], self["block_scales"], self["global_scale_dec"])
+
+    @property
+    def packed(self) -> PackedWeight:
+        """With the blocks of K in their own order; a copy if the kernel tensors have another."""
+        if "order" not in self:
+            return self.ordered
+        return reorder_weight(self.ordered, torch.argsort(self["order"], dim=-1))
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Permute the blocks of K in place: int32 [K/16] or [E, K/16], the source block of each. Later loads follow."""
+        self._store_ordered(reorder_weight(self.packed, order))
+        self.store("order", order)
 
     def load(self, w: torch.Tensor) -> None:
         """Quantize `w` (compute dtype) into the kernel tensors.
@@ -50,7 +64,10 @@ class Nvfp4Weight(KernelTensors):
             raise ValueError(f"quads_nvfp4: weights hold NaN or Inf: {', '.join(bad[:8])}")
         new = _quantize(w, g)
         self.changed = self._count_changed(new.packed) if "packed" in self else {}
-        for name, tensor in new._asdict().items():
+        self._store_ordered(reorder_weight(new, self["order"]) if "order" in self else new)
+
+    def _store_ordered(self, weight: PackedWeight) -> None:
+        for name, tensor in weight._asdict().items():
             self.store(name, tensor)
 
     def dequantized(self) -> torch.Tensor:
@@ -89,13 +106,13 @@ class Nvfp4Weight(KernelTensors):
         return (amaxes[0] if w.dim() == 2 else torch.stack(amaxes)).to(w.device)
 
     def _count_changed(self, packed: torch.Tensor) -> dict[str, tuple[int, int]]:
-        differs = self["packed"] ^ packed
+        differs = self.packed.packed ^ packed
         counts: dict[str, tuple[int, int]] = {}
-        for shard in self.shards:
-            if shard.counted:
-                part = differs[shard.rows] if shard.expert is None else differs[shard.expert, shard.rows]
-                changed = int(((part & 0xF) != 0).sum()) + int(((part >> 4) != 0).sum())
-                counts[shard.name] = (changed, 2 * part.numel())
+        for stack in _stacks(self.shards):
+            part = differs[..., stack[0].rows, :]
+            changed = (((part & 0xF) != 0).sum((-2, -1)) + ((part >> 4) != 0).sum((-2, -1))).flatten().tolist()
+            size = 2 * part.shape[-2] * part.shape[-1]
+            counts |= {s.name: (n, size) for s, n in zip(stack, changed, strict=True) if s.counted}
         return counts
 
 

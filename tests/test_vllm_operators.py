@@ -1,0 +1,125 @@
+"""The products of a GPU (quads_ops.gemm, weights in the order of the masks), run by their torch definition on a CPU:
+equal to the CPU's product, and the same weights behind them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from quads_ops.settings import ResidualSettings, RolloutSettings  # noqa: E402
+from quads_ops.vllm_method import compensation as compensation_module  # noqa: E402
+from quads_ops.vllm_method import moe, projection  # noqa: E402
+from quads_ops.vllm_method.projection import Projection  # noqa: E402
+from quads_ops.vllm_method.shards import Shard, expert_shards  # noqa: E402
+
+TOKENS, HIDDEN, INNER, EXPERTS, TOP = 11, 64, 48, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def without_engine(monkeypatch):
+    monkeypatch.setattr(projection, "tp_reduce_", lambda tensor, op: tensor)
+    monkeypatch.setattr(compensation_module, "serving_real_tokens", lambda: True)
+
+
+def rollout(ratio: float, granularity: str) -> RolloutSettings:
+    return RolloutSettings(mode="w4a4", residual=ResidualSettings(ratio=ratio, granularity=granularity))
+
+
+def linear(ratio, granularity, w) -> Projection:
+    shard = Shard("m", slice(0, len(w)), None, 0, 0, w.shape[1], tuple(w.shape))
+    made = Projection("m", "weight", "weight", [shard], rollout(ratio, granularity), w.shape[1])
+    reload(made, torch.nn.Module(), "weight", w)
+    return made
+
+
+def reload(made: Projection, layer: torch.nn.Module, name: str, w: torch.Tensor) -> None:
+    layer.register_parameter(name, torch.nn.Parameter(w.clone(), requires_grad=False))
+    made.load(layer)
+
+
+def both(monkeypatch, build):
+    """The same thing twice: as on a CPU, and with the operators."""
+    cpu = build()
+    monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
+    return cpu, build()
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_linear(ratio, granularity, monkeypatch):
+    w, x, bias = torch.randn(40, HIDDEN), torch.randn(TOKENS, HIDDEN), torch.randn(40)
+    cpu, gpu = both(monkeypatch, lambda: linear(ratio, granularity, w))
+    for _ in range(2):
+        torch.testing.assert_close(gpu.multiply(x, bias), cpu.multiply(x, bias), rtol=1e-5, atol=1e-5)
+        assert gpu.weight.receipts() == cpu.weight.receipts()
+        torch.testing.assert_close(gpu.compensation.energy, cpu.compensation.energy)
+        assert gpu.compensation.tokens.tolist() == cpu.compensation.tokens.tolist()
+        # The second round has new masks, and new weights in their order.
+        x[:, 16:32] *= 30
+        cpu.multiply(x), gpu.multiply(x)
+        cpu.settle(reloaded=False), gpu.settle(reloaded=False)
+        assert torch.equal(gpu.compensation.mask, cpu.compensation.mask)
+
+
+def test_reload_in_another_order_keeps_addresses_and_counts(monkeypatch):
+    w = torch.randn(40, HIDDEN)
+    cpu, gpu = both(monkeypatch, lambda: linear(0.5, "block", w))
+    order = gpu.weight["order"].tolist()
+    assert sorted(order) == list(range(HIDDEN // 16)) and gpu.operand().form.kept == 2
+    addresses = {name: t.data_ptr() for name, t in gpu.weight._tensors.items()}
+    changed = w.clone()
+    changed[3, 16:32] *= 5
+    for made in (cpu, gpu):
+        reload(made, torch.nn.Module(), "weight", changed)
+    assert gpu.weight.changed == cpu.weight.changed != {"m": (0, w.numel())}
+    assert gpu.weight.receipts() == cpu.weight.receipts()
+    assert {name: t.data_ptr() for name, t in gpu.weight._tensors.items()} == addresses
+    assert torch.equal(gpu.weight.dequantized(), cpu.weight.dequantized())
+
+
+def experts(ratio, granularity, w13, w2) -> SimpleNamespace:
+    gate_up, down = expert_shards("m.mlp.experts", range(EXPERTS), HIDDEN, INNER, 0, 1)
+    settings = rollout(ratio, granularity)
+    layer = torch.nn.Module()
+    pair = (
+        Projection("m.mlp.experts", "w13", "w13_weight", gate_up, settings, HIDDEN),
+        Projection("m.mlp.experts", "w2", "w2_weight", down, settings, INNER, masks=EXPERTS),
+    )
+    reload(pair[0], layer, "w13_weight", w13)
+    reload(pair[1], layer, "w2_weight", w2)
+    return SimpleNamespace(quads_projections=pair, expert_map=None, local_num_experts=EXPERTS)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_experts(ratio, granularity, monkeypatch):
+    w13, w2 = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 8, torch.randn(EXPERTS, HIDDEN, INNER) / 7
+    x = torch.randn(TOKENS, HIDDEN)
+    weights = torch.rand(TOKENS, TOP)
+    ids = torch.stack([torch.randperm(EXPERTS - 1)[:TOP] for _ in range(TOKENS)])  # the last expert gets no token
+    cpu, gpu = both(monkeypatch, lambda: experts(ratio, granularity, w13, w2))
+    method = moe.QuadsMoEMethod.__new__(moe.QuadsMoEMethod)
+    method._act = torch.nn.functional.silu
+    for _ in range(2):
+        ours, operator = (method.run(layer, x, weights, ids) for layer in (cpu, gpu))
+        # Both round gate, up and their product alike, but a last bit can move a value across a rounding boundary.
+        assert float((ours - operator).abs().median()) < 1e-5
+        assert float((ours - operator).norm() / ours.norm()) < 0.02
+        for a, b in zip(cpu.quads_projections, gpu.quads_projections, strict=True):
+            assert a.weight.receipts() == b.weight.receipts()
+            assert a.compensation.tokens.tolist() == b.compensation.tokens.tolist()
+            torch.testing.assert_close(a.compensation.energy, b.compensation.energy, rtol=1e-2, atol=1e-4)
+            a.settle(reloaded=False), b.settle(reloaded=False)
+    if 0 < ratio < 1:
+        assert cpu.quads_projections[1].compensation.known.tolist() == [True] * (EXPERTS - 1) + [False]
+
+
+def test_a_mask_per_token_is_refused(monkeypatch):
+    monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
+    settings = RolloutSettings(mode="w4a4", residual=ResidualSettings(ratio=0.5, scope="token"))
+    shard = Shard("m", slice(0, 16), None, 0, 0, 32, (16, 32))
+    made = Projection("m", "weight", "weight", [shard], settings, 32)
+    with pytest.raises(ValueError, match="mask per token"):
+        reload(made, torch.nn.Module(), "weight", torch.randn(16, 32))
