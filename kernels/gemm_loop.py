@@ -93,7 +93,7 @@ def accumulate(
             else:
                 xs = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, BK)
                 rs = load_scales(rs_ptr, x_rows, x_ok, kept, k0, True, BK)
-            acc = step(acc, x, xs, r, rs, w, ws, kept, True, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
+            acc = step(acc, x, xs, r, rs, w, ws, True, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
             if AHEAD:
                 xs = xs_next
                 rs = rs_next
@@ -105,7 +105,7 @@ def accumulate(
             xs_next = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0 + BK, True, BK)
         else:
             xs = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, BK)
-        acc = step(acc, x, xs, x, xs, w, ws, 0, False, False, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
+        acc = step(acc, x, xs, x, xs, w, ws, False, False, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
         if AHEAD:
             xs = xs_next
     return acc

@@ -19,7 +19,7 @@ _SCALE_BITS_TO_F16 = tl.constexpr(2.0**12)  # E4M3 bits read as FP16 are the val
 EMULATED_EPILOGUE_SCALE = tl.constexpr(2.0**20)
 
 # Triton 3.6 (tried) fails to compile for sm_100 where two products take their scales from one place in tensor memory;
-# 3.9 does not. There the second product gets a copy that the compiler cannot recognize as one.
+# 3.9 does not. There the second product gets a copy that Triton's passes do not recognize as one.
 COPY_SCALES = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9))
 
 
@@ -89,7 +89,6 @@ def step(
     rs,
     w,
     ws,
-    kept,
     HAS_RESIDUAL: tl.constexpr,
     SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -102,14 +101,15 @@ def step(
     """acc += x w^T (+ r w^T): the weight tile is expanded or handed over once and serves both products.
 
     x, r: tokens' codes (native: uint8 [TM, BK/2], emulated: uint32 [TM, BK/8]); w: weights' codes, [TN, ...];
-    xs, rs, ws: E4M3 bytes [*, BK/16]. r and rs are ignored without residual. kept: not negative, known at run time.
+    xs, rs, ws: E4M3 bytes [*, BK/16]. r and rs are ignored without residual.
     """
     if NATIVE:
         ws8 = ws.to(tl.float8e4nv, bitcast=True)
         acc = dot_native(acc, x, xs.to(tl.float8e4nv, bitcast=True), w, ws8, WEIGHTS_ON_M)
         if HAS_RESIDUAL:
             if COPY_SCALES:
-                ws8 = (ws ^ (kept >> 31).to(tl.uint8)).to(tl.float8e4nv, bitcast=True)
+                zero = (tl.program_id(0) >> 31).to(tl.uint8)
+                ws8 = (ws ^ zero).to(tl.float8e4nv, bitcast=True)
             acc = dot_native(acc, r, rs.to(tl.float8e4nv, bitcast=True), w, ws8, WEIGHTS_ON_M)
     else:
         ws16 = scales_f16(ws)
