@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from support_study import make_plan, step_line
 
+from quads_recipe.demo_report import Step
 from quads_recipe.study import collect, plan, runner
 from quads_recipe.study.layout import Layout
 from quads_recipe.study.plan import StudyError
@@ -215,13 +216,20 @@ def test_a_terminal_shows_the_grid_and_the_time_left(tmp_path):
 
 
 def test_time_left_is_that_of_the_arms_own_runs(tmp_path):
-    one, layout, asked, _ = study(tmp_path)
+    one, layout, asked, out = study(tmp_path)
     display = one.display
     assert display.eta() is None
     display.seconds = {"bf16": [100.0], "quads": [200.0, 220.0]}
     assert display.eta() == pytest.approx(2 * 100 + 2 * 210)
-    from quads_recipe.demo_report import Step
-
+    run = layout.run("bf16", 0)
+    run.folder.mkdir(parents=True)
+    display.begin(run, run.folder / "metrics-1.jsonl")
+    display._started -= 90
+    assert display.eta() == pytest.approx(100 + 2 * 210 + 10, abs=1)
+    run.mark_done({"seconds": 90.0})
+    display.steps = [Step(1, reward=0.5)]
+    display.end(run, [])
+    assert "about 9 min of training left" in out.getvalue()
     assert describe(Step(2, reward=0.5), 4) == "step 2/4  reward 0.500"
 
 

@@ -159,6 +159,8 @@ def _claims(results: dict, drawings: Mapping[str, str]) -> str:
         f"contradicted: the opposite sign. Equal means a difference below {claims.MARGIN:g} by two one-sided tests. "
         "With one seed nothing can be tested. Nothing is corrected for the number of claims.</p>"
         f"{_figure(drawings, 'claims', 'Every comparison with its 95% interval')}"
+        '<p class="soft">Claimed: left, above 1; right, below 0 (dots) or within the band (squares). Lines are 95% '
+        "intervals.</p>"
         f'<div class="scroll"><table class="claims"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )

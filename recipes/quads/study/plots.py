@@ -45,16 +45,16 @@ def claims(results: dict) -> Figure:
     """Every comparison with its 95% interval: factors of mismatch on the left, differences of reward on the right."""
     found = {scale: _comparisons(results, scale) for scale in ("factor", "difference")}
     height = max(map(len, found.values()))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.31 * height + 1.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.3 * height + 1.2), layout="constrained")
     for axes, parts_ in zip((left, right), found.values(), strict=True):
         _forest(axes, parts_, height)
     left.set_xscale("log")
     left.axvline(1, color=style.INK, linewidth=1)
-    left.set_title("mismatch, factor; claimed: above 1", loc="left", fontsize=10)
+    left.set_title("mismatch: factor", loc="left", fontsize=10)
     left.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     right.axvspan(-MARGIN, MARGIN, color=GOOD, alpha=0.1, linewidth=0)
     right.axvline(0, color=style.INK, linewidth=1)
-    right.set_title("reward, difference; claimed: below 0 (dot), in the band (square)", loc="left", fontsize=10)
+    right.set_title("reward: difference", loc="left", fontsize=10)
     handles = [matplotlib.lines.Line2D([], [], marker="o", color=color) for color in _STATUS_COLORS.values()]
     figure.legend(handles, _STATUS_COLORS, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure

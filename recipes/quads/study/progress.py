@@ -74,6 +74,7 @@ class StudyDisplay:
     def end(self, run: Run, cause: Sequence[str]) -> None:
         """cause: lines, empty for a run that finished."""
         took = time.monotonic() - self._started
+        self.run = None
         if cause:
             self.note(f"  {run.name} FAILED after {took:.0f} s: {cause[0]}")
             for line in cause[1:]:
@@ -86,7 +87,6 @@ class StudyDisplay:
             sizes = [s.d_mean for s in self.steps if s.d_mean is not None]
             mismatch = f", mean |d| {statistics.fmean(sizes):.4f}" if sizes else ""
             self.note(f"  {run.name} done in {took:.0f} s: {text}{mismatch}{self._eta_text()}")
-        self.run = None
 
     # -- the picture
 
