@@ -29,6 +29,9 @@ WIDEST_ROW = 8192
 PART_BLOCKS = 128
 """Blocks in a part of a wider row."""
 
+REGISTERS = 128
+"""Most registers a thread may have: what 16 warps can. Left to itself the assembler aims lower, and spills one."""
+
 
 class Experts(NamedTuple):
     """Which rows belong to which expert."""
@@ -119,14 +122,14 @@ def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     elements = 16 * (kept_tile + rest_tile)
     if elements > WIDEST_ROW:
         rows = 16 if launch.INTERPRETED else 1
-        return dict(R=rows, B=PART_BLOCKS, num_warps=8 if heavy else 4)
+        return dict(R=rows, B=PART_BLOCKS, num_warps=8 if heavy else 4, maxnreg=REGISTERS)
     tiles = dict(KEPT_TILE=kept_tile, REST_TILE=rest_tile)
     if launch.INTERPRETED:
-        return dict(R=2**17 // _power_of_two(elements), num_warps=4, **tiles)
+        return dict(R=2**17 // _power_of_two(elements), num_warps=4, maxnreg=REGISTERS, **tiles)
     rows = max(1, 1024 // _power_of_two(elements))
     threads = rows * elements // (8 if heavy else 16)
     warps = max(1, min(16, _power_of_two(threads // 32 + 1) // 2))
-    return dict(R=rows, num_warps=warps, **tiles)
+    return dict(R=rows, num_warps=warps, maxnreg=REGISTERS, **tiles)
 
 
 def grid_slots(m: int, rows: int, experts: int, stats: torch.Tensor | None) -> int:

@@ -18,3 +18,5 @@ class Variant(NamedTuple):
     """Claims to multiply NVFP4 in the tensor core."""
     aligned: tuple[str, ...] = ()
     """Integer arguments that Triton may assume to be divisible by 16. Pointers always are, as torch allocates them."""
+    registers: int | None = None
+    """Most registers a thread may have; None: what the compiler thinks best."""

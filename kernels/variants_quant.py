@@ -82,7 +82,7 @@ def _activation(
     swiglu: bool = False,
 ) -> Variant:
     tile = activation.row_tile(k, kept, heavy=bool(keep or swiglu))
-    warps = tile.pop("num_warps")
+    warps, registers = tile.pop("num_warps"), tile.pop("maxnreg")
     absent = [
         "members_ptr",
         *(() if ordered else ("order_ptr",)),
@@ -100,4 +100,5 @@ def _activation(
     else:
         constants["LOOP"] = experts or bool(stats)
     types = {name: kind for name, kind in ACTIVATION.items() if name not in absent}
-    return Variant(f"activation | {name}", kernel, types, constants, warps, aligned=("K", "stride_m"))
+    aligned = ("K", "stride_m")
+    return Variant(f"activation | {name}", kernel, types, constants, warps, aligned=aligned, registers=registers)
