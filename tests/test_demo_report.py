@@ -240,7 +240,7 @@ def test_ending_the_trainer_ends_all_that_it_started(tmp_path):
         assert eventually(lambda: len(trainer.members()) == 4 and "deaf" in log.read_text())
         members = trainer.members()
     assert not [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert trainer.poll() == -signal.SIGTERM
+    assert trainer.poll() == -signal.SIGINT
 
 
 def eventually(done, seconds=60):

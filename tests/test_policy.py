@@ -144,9 +144,9 @@ def test_outlier_settings_that_cannot_be(model, settings, named):
 def test_a_policy_outside_the_range_is_refused_and_force_writes_it(tmp_path):
     out = tmp_path / "policy"
     with pytest.raises(make.PolicyRefused, match="outside 0.35 to 0.6"):
-        make.make_policy(out, training=FEW, report=silent)
+        make.make_policy(out, training=FEW, n_problems=8, report=silent)
     assert not out.exists()
-    card = make.make_policy(out, training=FEW, force=True, report=silent)
+    card = make.make_policy(out, training=FEW, force=True, n_problems=8, report=silent)
     assert card["pass_at_1"]["mean"] < 0.35
     assert json.loads((out / make.CARD).read_text()) == card
     loaded = AutoModelForCausalLM.from_pretrained(out)

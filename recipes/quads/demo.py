@@ -8,8 +8,10 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -138,11 +140,16 @@ def _write_script(path: Path, command: list[str], environment: dict[str, str]) -
 
 
 def train(command: list[str], environment: dict[str, str], run_dir: Path, steps: int) -> int:
-    """Runs the trainer and shows its steps. 0, 1 when it failed, 130 when interrupted; nothing is left running."""
+    """Runs the trainer and shows its steps. 0, 1 when it failed, 130 when interrupted; nothing is left running.
+
+    Its temporary files (Ray's session, sockets) lie in a folder of their own, which is removed at the end.
+    """
     from quads_recipe.demo_process import TrainerProcess, error_lines
     from quads_recipe.demo_progress import RunDisplay
 
     log, metrics = run_dir / "log.txt", run_dir / "metrics.jsonl"
+    scratch = tempfile.mkdtemp(prefix="qd-")  # short, because Ray's socket paths are limited to about 100 characters
+    environment = {**environment, "TMPDIR": scratch}
     try:
         with TrainerProcess(command, environment, log) as trainer, RunDisplay(metrics, log, steps) as display:
             while (status := trainer.poll()) is None:
@@ -152,6 +159,8 @@ def train(command: list[str], environment: dict[str, str], run_dir: Path, steps:
     except KeyboardInterrupt:
         print(f"interrupted; the trainer was ended. Log: {log}", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     if status:
         print(f"the trainer failed with status {status}:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in error_lines(log)) + f"\nlog: {log}", file=sys.stderr)

@@ -55,7 +55,7 @@ class TrainerProcess:
         """Asks the command to end, then its whole session, then kills what is left. Returns when nothing is left."""
         members = self.members()
         if self.process.poll() is None:
-            self.process.terminate()  # the driver shuts Ray down and removes its temporary folder
+            self.process.send_signal(signal.SIGINT)  # the driver then shuts Ray down itself
             try:
                 self.process.wait(patience)
             except subprocess.TimeoutExpired:

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             OutlierSettings(**_given(strength=args.outlier_strength)),
             args.source,
             args.force,
-            _report,
+            report=_report,
         )
     except (ValueError, OSError, PolicyRefused) as error:
         print(f"quads make-policy: {error}", file=sys.stderr)

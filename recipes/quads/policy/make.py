@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -27,11 +28,13 @@ def make_policy(
     outliers: OutlierSettings | None = None,
     source: Path | None = None,
     force: bool = False,
+    n_problems: int = 512,
     report: Callable[[str], None] = print,
 ) -> dict:
     """Trains (or, with `source`, loads) a natural policy, adds outliers if asked, measures it and writes it to `out`.
 
-    Returns the card that is written next to the weights: how it was made and its pass@1 with the weights as stored.
+    Returns the card that is written next to the weights: how it was made and its pass@1, on `n_problems` held-out
+    problems, with the weights as stored.
     Raises:
         ValueError: unknown variant.
         FileExistsError: `out` already holds something.
@@ -47,7 +50,7 @@ def make_policy(
         if variant == "outlier":
             add_outliers(model, outliers)
         round_to_bf16(model)
-        sampled, greedy = measure(model, tokenizer, report)
+        sampled, greedy = measure(model, tokenizer, n_problems, report)
     if not force and not PASS_RANGE[0] <= sampled.mean <= PASS_RANGE[1]:
         raise PolicyRefused(
             f"pass@1 is {sampled.mean:.3f}, outside {PASS_RANGE[0]} to {PASS_RANGE[1]}; nothing was written. "
@@ -55,7 +58,7 @@ def make_policy(
         )
     card = {
         "variant": variant,
-        "training": asdict(training) if source is None else f"taken from {source.name}",
+        "training": asdict(training) if source is None else _training_of(source),
         "outliers": asdict(outliers) if variant == "outlier" else None,
         "pass_at_1": asdict(sampled),
         "greedy": asdict(greedy),
@@ -75,10 +78,18 @@ def load(folder: Path):
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def measure(model, tokenizer, report: Callable[[str], None] = print) -> tuple[PassRate, PassRate]:
-    """(sampled, greedy) pass@1 on held-out problems."""
-    sampled = pass_rate(model, tokenizer)
-    greedy = pass_rate(model, tokenizer, greedy=True)
+def _training_of(folder: Path) -> dict | str:
+    """How the policy in `folder` was trained, by its card."""
+    card = folder / CARD
+    return json.loads(card.read_text())["training"] if card.is_file() else f"unknown: {folder.name} has no {CARD}"
+
+
+def measure(
+    model, tokenizer, n_problems: int = 512, report: Callable[[str], None] = print
+) -> tuple[PassRate, PassRate]:
+    """(sampled, greedy) pass@1 on `n_problems` held-out problems."""
+    sampled = pass_rate(model, tokenizer, n_problems)
+    greedy = pass_rate(model, tokenizer, n_problems, greedy=True)
     for name, rate in (("pass@1 at temperature 1", sampled), ("greedy", greedy)):
         report(f"{name}: {rate.mean:.3f} +- {rate.standard_error:.3f} on held-out problems")
     return sampled, greedy
@@ -86,6 +97,9 @@ def measure(model, tokenizer, report: Callable[[str], None] = print) -> tuple[Pa
 
 def write(out: Path, model, tokenizer, card: dict) -> None:
     """Writes weights in bf16, configuration, tokenizer and card."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -93,12 +107,5 @@ def write(out: Path, model, tokenizer, card: dict) -> None:
 
 
 def _versions() -> dict[str, str]:
-    import reasoning_gym
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "reasoning_gym": reasoning_gym.__version__,
-    }
+    installed = {name: metadata.version(name) for name in ("torch", "transformers", "reasoning-gym")}
+    return {"python": platform.python_version(), **installed}

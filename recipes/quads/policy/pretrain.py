@@ -28,12 +28,12 @@ class TrainingSettings:
     `error_rate`: probability of a wrong running sum in the second stage; `batch_size` in sequences."""
 
     seed: int = 0
-    clean_steps: int = 600
-    imperfect_steps: int = 600
+    clean_steps: int = 1600
+    imperfect_steps: int = 1400
     clean_lr: float = 3e-3
     imperfect_lr: float = 2e-3
-    error_rate: float = 0.2
-    batch_size: int = 128
+    error_rate: float = 0.25
+    batch_size: int = 64
     warmup_steps: int = 30
 
 
@@ -90,7 +90,7 @@ def train(settings: TrainingSettings, report: Callable[[str], None] = print):
     for name, steps, lr, error_rate in stages:
         data = problems(name, steps * settings.batch_size, settings.seed)
         examples = [encode_example(tokenizer, p, worked_answer(p.prompt, error_rate, rng)) for p in data]
-        _train_stage(model, name, _batches(examples, settings.batch_size, rng), steps, lr, settings, report)
+        _train_stage(model, name, _batches(examples, settings.batch_size), steps, lr, settings, report)
     return model, tokenizer
 
 
@@ -106,13 +106,10 @@ def prompt_ids(tokenizer, problem: Problem) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _batches(examples: list, size: int, rng: random.Random, pool: int = 16) -> Iterator[list]:
-    """Batches of `size`; within pools of 16 batches, examples of like length go together, which saves padding."""
-    for first in range(0, len(examples), size * pool):
-        chunk = sorted(examples[first : first + size * pool], key=lambda e: len(e[0]) + len(e[1]))
-        batches = [chunk[i : i + size] for i in range(0, len(chunk), size)]
-        rng.shuffle(batches)
-        yield from batches
+def _batches(examples: list, size: int) -> Iterator[list]:
+    """Batches of `size` in order, each sorted by length for `_loss_and_gradient`."""
+    for first in range(0, len(examples), size):
+        yield sorted(examples[first : first + size], key=lambda e: len(e[0]) + len(e[1]))
 
 
 def _collate(batch: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,17 +131,30 @@ def _train_stage(model, name, batches, steps, lr, settings, report) -> None:
     for step, batch in enumerate(batches):
         warmup = min(1.0, (step + 1) / settings.warmup_steps)
         optimizer.param_groups[0]["lr"] = lr * warmup * (1 - 0.9 * step / steps)
-        ids, labels = _collate(batch)
-        logits = model(input_ids=ids).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE
-        )
         optimizer.zero_grad()
-        loss.backward()
+        loss = _loss_and_gradient(model, batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 50 == 0 or step + 1 == steps:
-            report(f"{name}: step {step + 1}/{steps}, loss {loss.item():.4f}, {time.monotonic() - start:.0f} s")
+            report(f"{name}: step {step + 1}/{steps}, loss {loss:.4f}, {time.monotonic() - start:.0f} s")
+
+
+def _loss_and_gradient(model, batch: list, micro: int = 32) -> float:
+    """Mean loss over the batch's response tokens, its gradient left in the parameters.
+
+    Goes through the sorted batch in parts, which saves padding and stays in the cache.
+    """
+    tokens = sum(len(response) for _, response in batch)
+    total = 0.0
+    for first in range(0, len(batch), micro):
+        ids, labels = _collate(batch[first : first + micro])
+        logits = model(input_ids=ids).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        (loss / tokens).backward()
+        total += loss.item() / tokens
+    return total
 
 
 @torch.no_grad()
