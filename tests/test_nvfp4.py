@@ -309,6 +309,7 @@ def choose(monkeypatch, tmp_path):
     """Loads the CPU path anew, with another environment and an empty cache."""
 
     def load(**environment: str):
+        monkeypatch.delenv("QUADS_CPU_QDQ", raising=False)
         monkeypatch.setenv("QUADS_CACHE_DIR", str(tmp_path / "cache"))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

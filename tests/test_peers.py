@@ -200,7 +200,7 @@ def modelopt(x: torch.Tensor) -> Quantized:
 def test_modelopt_has_the_same_codes_and_scales(source):
     scales, codes, values = compare(modelopt, source=source, compute=torch.float32)
     assert max(scales) == max(codes) == 0
-    assert 0.1 < sum(values) / len(SEEDS) < 0.5  # e2m1 * (s8 * g): the last bit
+    assert 0.05 < sum(values) / len(SEEDS) < 0.12  # e2m1 * (s8 * g): the last bit
 
 
 def test_torchao_multiplies_with_a_reciprocal():
