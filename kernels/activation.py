@@ -97,7 +97,7 @@ def quantize(
         None if experts is None else experts.members,
     )
     args = (*inputs, *out, stats, m, k, kept, *x.stride())
-    tile = row_tile(k, kept, heavy=keep is not None or swiglu)
+    tile = row_tile(k, kept, heavy=keep is not None or swiglu or stats_channels)
     slots = grid_slots(m, tile["R"], count, stats)
     if "KEPT_TILE" in tile:
         loop = experts is not None or slots * tile["R"] < m
@@ -114,9 +114,9 @@ def quantize(
 def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     """Tile and warps: with KEPT_TILE and REST_TILE for rows that stay in registers, else with B, the blocks of a part.
 
-    heavy: with a mask or SwiGLU, which need more registers: then about 8 elements a thread, else 16. Chosen by
-    compiling (benchmarks/compile_report.py): no spills on any architecture. A GPU's program takes one row, or several
-    short ones; one of the interpreter, where a program costs milliseconds, takes many.
+    heavy: with a mask, SwiGLU or statistics of channels, which need more registers: then at most 8 elements a thread,
+    else 16. Chosen by compiling (benchmarks/compile_report.py): no spills on any architecture. A GPU's program takes
+    one row, or several short ones; one of the interpreter, where a program costs milliseconds, takes many.
     """
     kept_tile, rest_tile = _power_of_two(kept), _power_of_two(k // 16 - kept)
     elements = 16 * (kept_tile + rest_tile)
@@ -127,8 +127,7 @@ def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     if launch.INTERPRETED:
         return dict(R=2**17 // _power_of_two(elements), num_warps=4, maxnreg=REGISTERS, **tiles)
     rows = max(1, 1024 // _power_of_two(elements))
-    threads = rows * elements // (8 if heavy else 16)
-    warps = max(1, min(16, _power_of_two(threads // 32 + 1) // 2))
+    warps = min(16, _power_of_two(triton.cdiv(rows * elements, 32 * (8 if heavy else 16))))
     return dict(R=rows, num_warps=warps, maxnreg=REGISTERS, **tiles)
 
 

@@ -81,7 +81,7 @@ def _activation(
     experts: bool = False,
     swiglu: bool = False,
 ) -> Variant:
-    tile = activation.row_tile(k, kept, heavy=bool(keep or swiglu))
+    tile = activation.row_tile(k, kept, heavy=bool(keep) or swiglu or stats == "channel")
     warps, registers = tile.pop("num_warps"), tile.pop("maxnreg")
     absent = [
         "members_ptr",
