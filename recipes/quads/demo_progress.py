@@ -47,9 +47,9 @@ class RunDisplay:
             self._bar.stop()
 
     def update(self) -> None:
-        """Shows new notices of the run and new steps."""
+        """Shows new steps and, up to the first one, what the run says about itself (later it says so at every sync)."""
         for line in self._log.lines():
-            if line.startswith(NOTICE) and line not in self._noticed:
+            if not self.steps and line.startswith(NOTICE) and line not in self._noticed:
                 self._noticed.add(line)
                 self.console.print(line, markup=False)
         for step in parse(self._metrics.lines()).steps:
