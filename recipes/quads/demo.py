@@ -24,7 +24,7 @@ INTERRUPTED = 130
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="quads demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--arm", default="quads", help="bf16, fp8, naive, qat, symmetric, quads (default) or quads_full")
-    p.add_argument("--steps", type=int, default=50, help="training steps (default 50)")
+    p.add_argument("--steps", type=int, default=40, help="training steps (default 40)")
     p.add_argument("--policy", default="natural", help=f"{', '.join(POLICIES)} or a folder (default natural)")
     p.add_argument("--seed", type=int, default=0, help="of the problems, the sampling and the order (default 0)")
     p.add_argument("--run-dir", type=Path, help="folder for everything the run writes (default runs/demo-TIME)")
