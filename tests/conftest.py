@@ -7,6 +7,7 @@ setup.cfg; a test that needs more says `@pytest.mark.timeout(seconds)`.
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def _seeded():
     random.seed(1234)
     numpy.random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _plain_vllm_workers():
+    """vLLM adds a worker extension to its worker class for good, and then refuses another one in the same process."""
+    yield
+    module = sys.modules.get("vllm.v1.worker.cpu_worker")
+    if module is not None:
+        worker = module.CPUWorker
+        worker.__bases__ = tuple(base for base in worker.__bases__ if not base.__module__.startswith("quads_"))
 
 
 @pytest.fixture
