@@ -59,7 +59,7 @@ def test_linear(ratio, granularity, monkeypatch):
         # The second round has new masks, and new weights in their order.
         x[:, 16:32] *= 30
         cpu.multiply(x), gpu.multiply(x)
-        cpu.settle(reloaded=False), gpu.settle(reloaded=False)
+        cpu.roll(), gpu.roll()
         assert torch.equal(gpu.compensation.mask, cpu.compensation.mask)
 
 
@@ -111,7 +111,7 @@ def test_experts(ratio, granularity, monkeypatch):
             assert a.weight.receipts() == b.weight.receipts()
             assert a.compensation.tokens.tolist() == b.compensation.tokens.tolist()
             torch.testing.assert_close(a.compensation.energy, b.compensation.energy, rtol=1e-2, atol=1e-4)
-            a.settle(reloaded=False), b.settle(reloaded=False)
+            a.roll(), b.roll()
     if 0 < ratio < 1:
         assert cpu.quads_projections[1].compensation.known.tolist() == [True] * (EXPERTS - 1) + [False]
 

@@ -17,6 +17,8 @@ from quads_ops.vllm_method.compat_vllm import RoutedExperts, VocabParallelEmbedd
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
+_HEAD = "lm_head"
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -24,34 +26,29 @@ class Wanted:
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
-    required: bool = True
 
 
-def ignorable(name: str) -> bool:
-    """Tensors that old checkpoints hold and no model loads."""
-    return _NOT_WEIGHTS.search(name) is not None
+def ignorable(name: str, tied: bool) -> bool:
+    """Tensors that a checkpoint may hold and the model doesn't load: old buffers, and a tied head's weight."""
+    return _NOT_WEIGHTS.search(name) is not None or (tied and name == f"{_HEAD}.weight")
+
+
+def has_tied_head(model: torch.nn.Module) -> bool:
+    """True if lm_head shares the embedding's weight."""
+    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
 
 
 def wanted_weights(model: torch.nn.Module, table: names.NameTable) -> dict[str, Wanted]:
     """All of them: canonical name with `.weight` or `.bias` -> what is expected."""
-    tied = _tied_head(model)
+    tied = has_tied_head(model)
     wanted: dict[str, Wanted] = {}
     for path, module in model.named_modules():
+        if tied and path == _HEAD:
+            continue
         for parameter, tensor in module.named_parameters(recurse=False):
             for name, shape in _of_parameter(path, module, parameter, tensor, table):
-                wanted[table.canonical(name)] = Wanted(shape, tensor.dtype, required=module is not tied)
+                wanted[table.canonical(name)] = Wanted(shape, tensor.dtype)
     return wanted
-
-
-def tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The model's lm_head if it shares its weight with the embedding, else None."""
-    return _tied_head(model)
-
-
-def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    head = getattr(model, "lm_head", None)
-    config = getattr(model, "config", None)
-    return head if head is not None and getattr(config, "tie_word_embeddings", False) else None
 
 
 def _of_parameter(

@@ -36,11 +36,12 @@ def fresh_cpu_moe_kernels(model: torch.nn.Module) -> Iterator[None]:
                 method.moe_kernel = kernel
 
 
-def repack_tied_head(model: torch.nn.Module, head: torch.nn.Module | None) -> None:
+def repack_tied_head(model: torch.nn.Module) -> None:
     """Prepack lm_head again where it shares the embedding's weight.
 
     No checkpoint tensor is loaded into a tied head, so the reload does not process it, and its CPU kernel keeps a
     packed copy of the old weights.
     """
+    head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)

@@ -80,18 +80,19 @@ class Projection:
             self.compensation.register(layer, self.stem)
             self.compensation.set_weight_energy(self._column_energy())
         self.loads += 1
-        if not source_amax.streaming():
-            self.settle()
+        if not source_amax.streaming():  # an update waits until every worker has loaded everything: `reload.settle`
+            self.share()
+            self.roll()
 
-    def settle(self, reloaded: bool = True) -> RollReport:
-        """End a sync: share what the masks need over the workers, and choose the masks. A collective if `reloaded`.
+    def share(self) -> None:
+        """After loading, what the masks need of other workers' weights. A collective."""
+        if self.compensation is not None and self._shared_mask:
+            tp_reduce_(self.compensation.weight_energy, torch.distributed.ReduceOp.SUM)
 
-        In an update from the trainer this waits until every worker has loaded everything.
-        """
+    def roll(self) -> RollReport:
+        """Choose new masks (`Compensation.roll`), and bring the weight into their order where it has one."""
         if self.compensation is None:
             return RollReport()
-        if self._shared_mask and reloaded:
-            tp_reduce_(self.compensation.weight_energy, torch.distributed.ReduceOp.SUM)
         report = self.compensation.roll()
         if self.operators:
             self.operand()  # now, not in the first step: captured graphs read the weight where it is

@@ -52,6 +52,7 @@ class WeightUpdate:
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device):
         self.model, self.vllm_config, self.device = model, vllm_config, device
         self.table = names.table_for(vllm_config.model_config.hf_config.model_type)
+        self._tied = checkpoint_map.has_tied_head(model)
         self._wanted: dict[str, checkpoint_map.Wanted] = {}
         self._seen: set[str] = set()
         self._amaxes: dict[str, torch.Tensor] = {}
@@ -89,11 +90,12 @@ class WeightUpdate:
         Raises:
             WeightUpdateError: weights that did not come, with their names.
         """
-        missing = sorted(name for name, want in self._wanted.items() if want.required and name not in self._seen)
+        missing = sorted(self._wanted.keys() - self._seen)
         if missing:
             raise WeightUpdateError(f"the weight stream ended without {_listing(missing)}")
         compat_vllm.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-        repack_tied_head(self.model, checkpoint_map.tied_head(self.model))
+        if self._tied:
+            repack_tied_head(self.model)
         for projection, before in self._loads.items():
             if projection.loads != before + 1:
                 raise WeightUpdateError(
@@ -117,7 +119,7 @@ class WeightUpdate:
 
     def _take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Checks, and a copy under the name that vLLM's loader takes."""
-        if checkpoint_map.ignorable(name):
+        if checkpoint_map.ignorable(name, self._tied):
             return None
         canonical = self.table.canonical(name)
         want = self._wanted.get(canonical)
@@ -130,8 +132,7 @@ class WeightUpdate:
         if want.shape is not None and tuple(tensor.shape) != want.shape:
             raise WeightUpdateError(f"the trainer sent {name} with shape {tuple(tensor.shape)}; needed {want.shape}")
         own = torch.empty(tensor.shape, dtype=want.dtype, device=self.device).copy_(tensor)
-        low, high = torch.aminmax(own)
-        if not bool((high - low).isfinite()):
+        if not bool(torch.stack(torch.aminmax(own)).isfinite().all()):
             raise WeightUpdateError(f"the trainer sent NaN or Inf in {name}")
         self._seen.add(canonical)
         self._observe(canonical, own)
@@ -150,14 +151,23 @@ def settle(model: torch.nn.Module, reloaded: bool = True) -> RollReport:
     reloaded: whether the weights are new. Returns the sums over all workers.
 
     Raises:
-        ValueError: statistics that are not finite.
+        WeightUpdateError: on every worker, statistics of one of them that are not finite.
     """
-    report = RollReport()
+    report, problem = RollReport(), None
     with torch.no_grad():
+        for projection in projections(model) if reloaded else ():
+            projection.share()
         for projection in projections(model):
-            report += projection.settle(reloaded)
+            try:
+                report += projection.roll()
+            except ValueError as error:  # after the collectives below, or the other workers would wait
+                problem = problem or str(error)
+    outcomes = compat_vllm.tp_gather((report, problem))
+    problems = [f"worker {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+    if problems:
+        raise WeightUpdateError(f"no residual mask can be chosen ({'; '.join(problems)})")
     total = RollReport()
-    for worker in compat_vllm.tp_gather(report):
+    for worker, _ in outcomes:
         total += worker
     return total
 
