@@ -184,6 +184,7 @@ def test_error_lines_pick_the_cause_out_of_the_log(tmp_path):
     log = tmp_path / "log"
     log.write_text(
         "INFO all is well, no errors so far\n"
+        "Error executing job with overrides: ['quads.arm=x']\n"
         "Traceback (most recent call last):\n"
         '  File "x.py", line 1, in f\n'
         "\x1b[36m(WorkerDict pid=77)\x1b[0m quads_ops.receipt.ReceiptMismatch: layers.0.q_proj: codes differ\n"

@@ -13,6 +13,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^\([^()]*\bpid=\d+[^()]*\)\s?")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Mismatch|Timeout|Unsupported\w*)\b.*:|^quads: error: |\berror: ")
 
+# Hydra repeats all overrides before the traceback.
+_HYDRA = "Error executing job with overrides"
+
 
 class TrainerProcess:
     """A command in its own session, its output in a log file. Use as a context manager: leaving it ends the session."""
@@ -101,8 +104,8 @@ def clean(line: str) -> str:
 
 
 def error_lines(log: Path, limit: int = 6) -> list[str]:
-    """The last lines of the log that state an error; where none does, simply the last lines."""
+    """The last lines of the log that state an error, cut to 400 characters; where none does, simply the last lines."""
     lines = [clean(line).strip() for line in log.read_text(errors="replace").split("\n")]
-    lines = [line for line in lines if line]
+    lines = [line[:400] for line in lines if line and not line.startswith(_HYDRA)]
     errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
     return errors[-limit:] or lines[-limit:]
