@@ -148,7 +148,8 @@ def _batch(left: Sequence[Job], settings: Settings, layout: Layout, display, wor
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     shown: set[str] = set()
     with TrainerProcess(worker(request), environment, log) as process:
-        while (status := process.poll()) is None:
+        # Not until it has ended: with all results there, taking engines down is not worth waiting for.
+        while (status := process.poll()) is None and pending(left):
             _show(left, shown, layout, display)
             time.sleep(POLL_SECONDS)
     _show(left, shown, layout, display)
