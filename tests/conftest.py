@@ -7,6 +7,7 @@ setup.cfg; a test that needs more says `@pytest.mark.timeout(seconds)`.
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,9 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+# Started in the background of a script, pytest and all that it starts would ignore Ctrl-C, which some tests are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KINDS = ("unit", "integration", "e2e")
 
