@@ -249,11 +249,9 @@ def _token_table(tokens: Iterable[dict]) -> str:
 
 def _footer(about: dict) -> str:
     versions = ", ".join(f"{name} {escape(str(version))}" for name, version in about["versions"].items())
-    covered = about["energy_covered_at_half"]
-    energy = f" At ratio 0.5 the masks covered {covered:.0%} of the residual's energy." if covered is not None else ""
     return (
         f"<footer><p>Masks were chosen from the statistics of {about['calibration_prompts']} other responses and then "
-        f"frozen, as between two weight syncs.{energy} Standard errors count a response as one observation. GEMM time "
+        "frozen, as between two weight syncs. Standard errors count a response as one observation. GEMM time "
         "and bytes are counted from shapes at the peak rates of GPUs with NVFP4 units, not timed.</p>"
         f"<p><code>{escape(about['command'])}</code></p><p>{versions} &middot; seed {about['seed']} &middot; "
         f"{about['seconds']:g} s. The rules behind the verdict are in docs/diagnose.md.</p></footer>"

@@ -159,7 +159,7 @@ def measure(request: Request, job, collected, say: Callable[[str], None]) -> dic
         layers, left_out = _layers(request, measurements, verdict.choose(arms, own).ratio, series, say)
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     return diagnose_report.contents(
-        about=about(request, job, collected),
+        about=about(request, job),
         settings=settings,
         arms=arms,
         series=series,
@@ -195,14 +195,13 @@ def most_erroneous(layers, sites: Mapping, ratio: float, count: int) -> list[str
     return [unit for unit in error if unit in chosen]
 
 
-def about(request: Request, job, collected) -> dict:
+def about(request: Request, job) -> dict:
     """Model, sizes, machine and versions."""
     import torch
     import transformers
     import vllm
 
     on_gpu = torch.cuda.is_available()
-    covered = [m["energy_covered"] for m in collected.masks if m and m.get("energy_covered") is not None]
     return {
         "model": Path(request.model).name,
         "dtype": request.dtype,
@@ -218,5 +217,4 @@ def about(request: Request, job, collected) -> dict:
             "transformers": transformers.__version__,
             "vllm": vllm.__version__,
         },
-        "energy_covered_at_half": sum(covered) / len(covered) if covered else None,
     }

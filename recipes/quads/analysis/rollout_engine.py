@@ -10,7 +10,7 @@ from quads_ops.settings import QuadsSettings
 from quads_recipe.analysis.masks import SiteResidual, from_rollout
 from quads_recipe.analysis.score import Sample
 
-_DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+_DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -125,9 +125,9 @@ class RolloutEngine:
         """Change the residual ratio of every layer; masks are chosen anew from the statistics gathered so far."""
         self._llm.collective_rpc("quads_set_residual", args=(ratio,))
 
-    def choose_masks(self) -> list[dict]:
-        """End a period of statistics, as a weight sync does. Returns each worker's summary (energy_covered, ...)."""
-        return self._llm.collective_rpc("quads_refresh_masks")
+    def choose_masks(self) -> None:
+        """End a period of statistics, as a weight sync does: choose masks from it."""
+        self._llm.collective_rpc("quads_refresh_masks")
 
     def residuals(self) -> dict[str, SiteResidual]:
         """Site -> residual compensation in force."""

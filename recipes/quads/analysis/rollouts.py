@@ -48,8 +48,6 @@ class Collected:
     """Tokens that the rollout itself sampled."""
     series: dict[float, TokenSet] = field(default_factory=dict)
     """Ratio -> the same responses, scored by the rollout at that ratio; empty without a series."""
-    masks: list[dict] = field(default_factory=list)
-    """What the workers said when they chose their masks."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def collect(job: Job, say: Callable[[str], None]) -> Collected:
 
 def _collect_w4a4(engine: RolloutEngine, job: Job, collected: Collected, say: Callable[[str], None]) -> None:
     engine.generate(job.calibration, job.max_new, job.seed + _OTHER_SEED)
-    collected.masks = engine.choose_masks()
+    engine.choose_masks()
     for key in _ordered(job):
         engine.set_ratio(key.ratio)
         collected.own[key] = _sampled(engine, job, key)
