@@ -87,10 +87,10 @@ def problem_of(row: Row) -> str:
 
 
 def all_variants(target: int) -> list:
-    """Every variant of every kernel for a target. What needs no tensor core is left out on 103, which is like 100."""
+    """Every variant of every kernel for a target."""
     from quads_kernels import variants_gemm, variants_quant
 
-    return variants_gemm.variants(target) + ([] if target == 103 else variants_quant.variants(target))
+    return variants_gemm.variants(target) + variants_quant.variants(target)
 
 
 def compile_one(name: str, target: int) -> Row:

@@ -10,7 +10,8 @@ and data that is read again from the L2 cache.
 A kernel's time is the largest of bytes / bandwidth, operations / tensor core peak and, where codes are dequantized in
 registers (Hopper), integer instructions / their peak; a layer's time is the sum over its kernels. Residual compensation
 at ratio r adds r K channels to the codes that are written and read, and r of the operations; no byte of any weight.
-"FP16 sum" adds residual and activation before one product (sum_residual in kernels/gemm.py): no operation more.
+Emulated products of many tokens add residual and activation before one product (quads_ops.backends.sums_residual): no
+operation more. "two products" is QUADS_EXACT_RESIDUAL=1, which does not.
 
 Experts: uniform routing of T tokens to k of E experts touches E (1 - (1 - k/E)^T) of them on average; only their
 weights are read. Each expert's tokens (binomially many) fill whole tiles of the size that kernels/configs.py chooses;
@@ -47,7 +48,8 @@ class Device:
     """32-bit integer instructions a second; None where codes go to the tensor core as they are."""
     capability: int
     processors: int
-    sum_residual: bool = False
+    two_products: bool = False
+    """Of activation and residual apart, where the choice would be their sum."""
 
     @property
     def native(self) -> bool:
@@ -60,8 +62,8 @@ class Device:
 # logic; 132 multiprocessors, at the clock that the FP16 peak implies (4096 operations a clock each).
 B200 = Device("B200, native", 64e12 / 8, 72e15 / 8, None, 100, 148)
 H200 = Device("H200, emulated", 4.8e12, 1979e12 / 2, 64 * 1979e12 / 2 / 4096, 90, 132)
-H200_SUM = replace(H200, name="H200, emulated, FP16 sum", sum_residual=True)
-DEVICES = (B200, H200, H200_SUM)
+H200_EXACT = replace(H200, name="H200, emulated, two products", two_products=True)
+DEVICES = (B200, H200, H200_EXACT)
 
 INSTRUCTIONS_PER_CODE = 2.0
 """Shifts and logic to dequantize one code in registers: two of each for two codes (kernels/gemm_tile.py)."""
@@ -126,7 +128,8 @@ def product(
     for its weights alone.
     """
     padded = blocks * tile.tokens
-    twice = 1 if device.sum_residual else 1 + ratio
+    summed = not (device.native or device.two_products or tile.weights_on_m)
+    twice = 1 if summed else 1 + ratio
     dequantized = blocks * n * k + math.ceil(n / tile.weights) * padded * k * (1 + ratio)
     return Kernel(
         name,

@@ -1,12 +1,14 @@
 """Time the kernels on the GPU at hand, against a copy, torch's BF16, and vLLM's FP8 and NVFP4 operators.
 
     python benchmarks/gpu_bench.py                    check, time, append to benchmarks/results/gpu.csv
+    python benchmarks/gpu_bench.py --minutes 9        the same, ended in time: what is left out is named
     python benchmarks/gpu_bench.py --tune             time every candidate tile first, and keep the winners
     python benchmarks/gpu_bench.py --only linear --tokens 16 4096
 
 Nothing is timed unless the correctness check (benchmarks/gpu_check.py) passed in the same process. Times are medians of
 triton.testing.do_bench, which clears the L2 cache between runs; what can be captured is replayed from a CUDA graph, so
-that the host is not timed. Shapes are those of Qwen3-30B-A3B. Rows carry GPU, versions and commit, and are only added.
+that the host is not timed. Shapes are those of Qwen3-30B-A3B. Rows carry GPU, versions and commit, and are only added,
+each as soon as it is known. Most of the time goes into compiling, which Triton's cache spares the next run.
 """
 
 import argparse
@@ -14,14 +16,18 @@ import csv
 import datetime
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results" / "gpu.csv"
-TOKENS = (1, 16, 64, 256, 1024, 4096)
+TOKENS = (4096, 16, 64, 1, 1024, 256)
+"""What the goals need comes first, in case the time ends."""
 LINEARS = {"qkv": (5120, 2048), "o": (2048, 4096)}
 """(N, K)"""
 EXPERTS = dict(count=128, topk=8, hidden=2048, inner=768)
@@ -59,12 +65,26 @@ class Timing:
     """Bandwidth of a copy of 1 GiB, measured in the same run: read plus written bytes."""
 
 
+class Case(NamedTuple):
+    """Providers that are compared with each other, made when their turn comes."""
+
+    subject: str
+    shape: str
+    tokens: int
+    make: Callable[[], dict]
+
+    def __str__(self) -> str:
+        return f"{self.subject} {self.shape}, {self.tokens} tokens"
+
+
 def main(arguments: list[str]) -> int:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("emulated", "native"), help="by default the best that this GPU has")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--only", choices=SUBJECTS, nargs="+", default=SUBJECTS)
     parser.add_argument("--tune", action="store_true", help="time all candidate tiles and keep the winners")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so long")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -76,13 +96,17 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.tune:
         tune(device, backend, options.tokens)
-    facts = environment(device)
-    timings = []
-    for timing in measure(device, backend, options.only, options.tokens, facts):
+    facts, timings, left = environment(device), [], []
+    found = cases(device, backend, options.only, options.tokens)
+    for timing in measure(device, found, facts, started + 60 * options.minutes, left):
         timings.append(timing)
         append(options.out, [timing])
-        print(f"{timing.subject:9} {timing.shape:14} {timing.tokens:5} {timing.provider:40} {timing.median_us:9.1f} us")
+        name = f"{timing.subject:9} {timing.shape:14} {timing.tokens:5} {timing.provider:40}"
+        print(f"{name} {timing.median_us:9.1f} us", flush=True)
     print(*goals(timings), sep="\n")
+    print(f"{len(timings)} lines added to {options.out}, {time.monotonic() - started:.0f} s")
+    if left:
+        print(f"out of time (--minutes {options.minutes:g}), not timed: {'; '.join(map(str, left))}")
     return 0
 
 
@@ -91,21 +115,27 @@ def passes(device: torch.device, backend: str) -> bool:
     import gpu_check
 
     try:
-        print(*gpu_check.verify(device, backend), sep="\n")
+        for line in gpu_check.verify(device, backend):
+            print(line, flush=True)
     except gpu_check.CheckFailed as error:
         print(f"the correctness check failed, nothing was timed: {error}", file=sys.stderr)
         return False
     return True
 
 
-def measure(device: torch.device, backend: str, subjects, token_counts, facts: dict) -> Iterator[Timing]:
-    """Time every provider of every subject and shape."""
+def measure(
+    device: torch.device, found: list[Case], facts: dict, deadline: float, left: list[Case]
+) -> Iterator[Timing]:
+    """Time every provider of every case; cases that would begin after the deadline (time.monotonic) go to `left`."""
     copy = copy_bandwidth(device)
-    for subject, shape, tokens, providers in cases(device, backend, subjects, token_counts):
-        for name, provider in providers.items():
+    for case in found:
+        if time.monotonic() > deadline:
+            left.append(case)
+            continue
+        for name, provider in case.make().items():
             median, p20, p80, captured = time_us(provider.run)
             yield Timing(
-                **facts, subject=subject, shape=shape, tokens=tokens, provider=name,
+                **facts, subject=case.subject, shape=case.shape, tokens=case.tokens, provider=name,
                 ratio="" if provider.ratio is None else f"{provider.ratio:g}", captured=captured,
                 median_us=round(median, 3), p20_us=round(p20, 3), p80_us=round(p80, 3),
                 gb_per_s=round(provider.bytes / median / 1e3, 1), tflops=round(provider.operations / median / 1e6, 2),
@@ -113,27 +143,25 @@ def measure(device: torch.device, backend: str, subjects, token_counts, facts: d
             )  # fmt: skip
 
 
-def cases(device: torch.device, backend: str, subjects, token_counts) -> Iterator[tuple[str, str, int, dict]]:
-    """(subject, shape, tokens, providers); operands are made when their turn comes."""
-    import gpu_providers
+def cases(device: torch.device, backend: str, subjects, token_counts) -> list[Case]:
+    """Everything there is to time, in order."""
+    import gpu_providers as make
 
-    if "quantizer" in subjects:
-        for n, k in LINEARS.values():
-            yield "quantizer", f"weight {n}x{k}", 0, gpu_providers.weight_quantizers(n, k, device)
+    where = dict(device=device, backend=backend)
+    found = [
+        Case("quantizer", f"weight {n}x{k}", 0, partial(make.weight_quantizers, n, k, device))
+        for n, k in LINEARS.values()
+    ]
     for tokens in token_counts:
-        if "quantizer" in subjects:
-            for k in (2048, 4096):
-                yield "quantizer", f"K={k}", tokens, gpu_providers.quantizers(tokens, k, device)
-        if "linear" in subjects:
-            for shape, (n, k) in LINEARS.items():
-                yield "linear", shape, tokens, gpu_providers.linears(tokens, n, k, device, backend)
-        if "experts" in subjects:
-            yield (
-                "experts",
-                "128 of 768",
-                tokens,
-                gpu_providers.experts(tokens, **EXPERTS, device=device, backend=backend),
-            )
+        found += [
+            Case("quantizer", f"K={k}", tokens, partial(make.quantizers, tokens, k, device)) for k in (2048, 4096)
+        ]
+        found += [
+            Case("linear", shape, tokens, partial(make.linears, tokens, n, k, **where))
+            for shape, (n, k) in LINEARS.items()
+        ]
+        found.append(Case("experts", "128 of 768", tokens, partial(make.experts, tokens, **EXPERTS, **where)))
+    return [case for case in found if case.subject in subjects]
 
 
 def time_us(run) -> tuple[float, float, float, bool]:
@@ -256,7 +284,8 @@ def commit() -> str:
     run = lambda *command: subprocess.run(  # noqa: E731
         ("git", *command), cwd=root, capture_output=True, text=True, check=False
     ).stdout.strip()
-    return run("rev-parse", "--short=12", "HEAD") + ("+" if run("status", "--short", "kernels", "quads_ops") else "")
+    head = run("rev-parse", "--short=12", "HEAD") or "unknown"  # a copy without its history
+    return head + ("+" if run("status", "--short", "kernels", "quads_ops") else "")
 
 
 def append(path: Path, timings: list[Timing]) -> None:

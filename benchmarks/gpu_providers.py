@@ -4,6 +4,7 @@ Every function returns {name: Provider}, leaving out what this machine does not 
 where they are, in the installed version; NVFP4 ones need Blackwell.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,9 +89,7 @@ def experts(
     tokens: int, count: int, topk: int, hidden: int, inner: int, device: torch.device, backend: str
 ) -> dict[str, Provider]:
     x = activations(tokens, hidden, device)
-    packed13, packed2 = (
-        random_weight(count, *sizes, device=device) for sizes in ((2 * inner, hidden), (hidden, inner))
-    )
+    packed13, packed2, dense13, dense2 = _expert_weights(count, hidden, inner, device)
     ids = torch.rand(tokens, count, device=device).topk(topk).indices.int()
     weights = torch.rand(tokens, topk, device=device).softmax(-1)
     operations = 6.0 * tokens * topk * hidden * inner
@@ -101,9 +100,15 @@ def experts(
         w2 = compensated_weight(packed2, [mask] * count if isinstance(mask, ResidualMask) else mask)
         run = lambda w13=w13, w2=w2: w4a4_moe(x, w13, w2, weights, ids, backend=backend)  # noqa: E731
         found[f"quads experts {backend} ratio {ratio:g}"] = Provider(run, ratio, operations=operations)
-    dense13, dense2 = dequantize_weight(packed13).bfloat16(), dequantize_weight(packed2).bfloat16()
     found["torch bf16"] = Provider(_torch_experts(x, dense13, dense2, weights, ids), operations=operations)
     return found | _vllm_experts(x, dense13, dense2, weights, ids, operations)
+
+
+@functools.cache
+def _expert_weights(count: int, hidden: int, inner: int, device: torch.device) -> tuple:
+    """w13 and w2, packed and in BF16: the same for every number of tokens."""
+    packed = [random_weight(count, *sizes, device=device) for sizes in ((2 * inner, hidden), (hidden, inner))]
+    return *packed, *(dequantize_weight(weight).bfloat16() for weight in packed)
 
 
 def _torch_experts(x, w13, w2, weights, ids) -> Callable[[], torch.Tensor]:

@@ -88,10 +88,23 @@ def check_native(tile: Tile, capability: int) -> None:
         )
 
 
+def few_tokens(tokens: int) -> bool:
+    """Whether a product with this many tokens (grouped: `rows_per_expert`) has the weights on the M side: decoding.
+
+    It waits for weights then, above that for the tensor core, which is where a second product for the residual costs.
+    """
+    return tokens <= FEW_TOKENS[-1]
+
+
+def rows_per_expert(pairs: int, experts: int) -> int:
+    """Average rows of an expert in use. The shape decides, not the routing: that is known to the device alone."""
+    return math.ceil(pairs / max(1, min(pairs, experts)))
+
+
 def dense_candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, ...]:
     """Tiles for a product with this many tokens."""
     if capability == 0:
-        return (INTERPRETER._replace(weights_on_m=tokens <= FEW_TOKENS[-1]),)
+        return (INTERPRETER._replace(weights_on_m=few_tokens(tokens)),)
     name = table_name(capability, native)
     for size in FEW_TOKENS:
         if tokens <= size:
@@ -100,11 +113,8 @@ def dense_candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, 
 
 
 def grouped_candidates(capability: int, native: bool, pairs: int, experts: int) -> tuple[Tile, ...]:
-    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts.
-
-    The shape decides, not the routing: that is known to the device alone.
-    """
-    return dense_candidates(capability, native, math.ceil(pairs / max(1, min(pairs, experts))))
+    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts."""
+    return dense_candidates(capability, native, rows_per_expert(pairs, experts))
 
 
 def choose_dense(

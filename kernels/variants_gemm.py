@@ -14,24 +14,23 @@ from quads_kernels.variant import Variant
 ROW = {"x_ptr": "*u8", "xs_ptr": "*u8", "g_ptr": "*fp32"}
 RESIDUAL = {"r_ptr": "*u8", "rs_ptr": "*u8", "kept": "i32"}
 WEIGHT = {"w_ptr": "*u8", "ws_ptr": "*u8", "gw_ptr": "*fp32"}
+SUMMED = "FP16 sum"
 PLAN = {"members_ptr": "*i32", "offsets_ptr": "*i32", "block_expert_ptr": "*i32", "block_row_ptr": "*i32"}
 
 
 def variants(capability: int) -> list[Variant]:
     """What runs on a device of this compute capability: native where it can be, emulated elsewhere.
 
-    Every tile with residual; without it, which needs fewer registers, only the first and the last. The small kernels do
-    not depend on the tensor core, and are compiled for one architecture before Blackwell and one from there on.
+    Every tile with residual; without it, which needs fewer registers, only the first and the last. Emulated, many
+    tokens: with the residual added in FP16, which is the choice there, and with two products.
     """
     native = capability >= 100
-    found = [*_dense(capability, native), *_grouped(capability, native)]
-    few, many = _few(capability, False)[0], _many(capability, False)[0]
+    found = [*_dense(capability, native), *_grouped(capability, native), *_helpers(native)]
     if native:
         # Emulated on Blackwell: only when asked for, to compare.
-        found += [_decode(few, True, False), _prefill(many, True, False)]
-    if capability == 90:
-        found += [_decode(few, True, False, sum_residual=True), _prefill(many, True, False, sum_residual=True)]
-    return found + (_helpers() if capability in (90, 100) else [])
+        few, many = _few(capability, False)[0], _many(capability, False)[0]
+        found += [_decode(few, True, False), _prefill(many, True, False), _prefill(many, True, False, summed=True)]
+    return found
 
 
 def _dense(capability: int, native: bool) -> list[Variant]:
@@ -39,14 +38,19 @@ def _dense(capability: int, native: bool) -> list[Variant]:
     found = [_decode(few[0], False, native), _prefill(many[0], False, native)]
     found += [_decode(tile, True, native) for tile in few] + [_prefill(tile, True, native) for tile in many]
     found += [_decode(few[0], True, native, k=4096, share=1024), _decode(few[0], True, native, k=2880)]
-    return found + [_prefill(many[0], True, native, k=2880, gw_per_row=True)]
+    found += [_prefill(many[0], True, native, k=2880, gw_per_row=True)]
+    return found if native else found + [_prefill(tile, True, False, summed=True) for tile in many]
 
 
 def _grouped(capability: int, native: bool) -> list[Variant]:
-    tiles = _few(capability, native) + _many(capability, native)
+    many = _many(capability, native)
+    tiles = _few(capability, native) + many
     found = [_experts_in(tiles[0], False, native)]
-    found += [_experts_in(tile, True, native) for tile in tiles]
-    return found + [_experts_out(tile, native) for tile in tiles]
+    found += [_experts_in(tile, True, native) for tile in tiles] + [_experts_out(tile, native) for tile in tiles]
+    if not native:
+        found += [_experts_in(tile, True, False, summed=True) for tile in many]
+        found += [_experts_out(tile, False, summed=True) for tile in many]
+    return found
 
 
 def _few(capability: int, native: bool) -> list[Tile]:
@@ -71,17 +75,17 @@ def _operands(residual: bool) -> tuple[dict[str, str], dict[str, object]]:
     return {**ROW, "kept": "i32", **WEIGHT}, {"r_ptr": None, "rs_ptr": None}
 
 
-def _tile(tile: Tile, native: bool, sum_residual: bool = False) -> dict[str, object]:
-    return dict(SUM_RESIDUAL=sum_residual, NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, HW=True)
+def _tile(tile: Tile, native: bool, summed: bool = False) -> dict[str, object]:
+    return dict(SUM_RESIDUAL=summed, NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, HW=True)
 
 
 def _prefill(
-    tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False, sum_residual: bool = False
+    tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False, summed: bool = False
 ) -> Variant:
     types, constants = _operands(residual)
     constants |= dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP)
-    constants |= _tile(tile, native, sum_residual)
-    note = "FP16 sum" if sum_residual else "" if k == 2048 else f"K={k}"
+    constants |= _tile(tile, native, summed)
+    note = SUMMED if summed else "" if k == 2048 else f"K={k}"
     aligned = () if k % 256 else ("kept",)
     return Variant(
         _name("dense", tile, residual, native, note), w4a4_gemm_kernel,
@@ -89,13 +93,11 @@ def _prefill(
     )  # fmt: skip
 
 
-def _decode(
-    tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0, sum_residual: bool = False
-) -> Variant:
+def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0) -> Variant:
     types, constants = _operands(residual)
     constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, GW_PER_ROW=False)
-    constants |= _tile(tile, native, sum_residual)
-    note = "FP16 sum" if sum_residual else f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
+    constants |= _tile(tile, native)
+    note = f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
     aligned = () if k % 256 else ("kept",)
     out = "*fp32" if share else "*bf16"
     return Variant(
@@ -104,34 +106,33 @@ def _decode(
     )  # fmt: skip
 
 
-def _experts_in(tile: Tile, residual: bool, native: bool) -> Variant:
+def _experts_in(tile: Tile, residual: bool, native: bool, summed: bool = False) -> Variant:
     """The first grouped product: tokens gathered, gate and up."""
     types, constants = _operands(residual)
-    sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native))
+    sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
     constants |= dict(pair_weight_ptr=None, N=1536, K=2048, TOPK=8, **sides)
     return Variant(
-        _name("experts gate|up", tile, residual, native), w4a4_grouped_kernel,
+        _name("experts gate|up", tile, residual, native, SUMMED if summed else ""), w4a4_grouped_kernel,
         {**types, **PLAN, "out_ptr": "*bf16"}, constants, tile.warps, tile.stages, native, ("kept",),
     )  # fmt: skip
 
 
-def _experts_out(tile: Tile, native: bool) -> Variant:
-    """The second: sorted rows, times the router's weight, FP32."""
+def _experts_out(tile: Tile, native: bool, summed: bool = False) -> Variant:
+    """The second: sorted rows, times the router's weight, FP32. Half of 48 blocks is no multiple of 16."""
     types, constants = _operands(True)
-    constants |= dict(N=2048, K=768, TOPK=0, WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native))
+    constants |= dict(N=2048, K=768, TOPK=0, WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
     return Variant(
-        _name("experts down", tile, True, native), w4a4_grouped_kernel,
+        _name("experts down", tile, True, native, SUMMED if summed else ""), w4a4_grouped_kernel,
         {**types, **PLAN, "pair_weight_ptr": "*fp32", "out_ptr": "*fp32"}, constants, tile.warps, tile.stages, native,
-        ("kept",),
     )  # fmt: skip
 
 
-def _helpers() -> list[Variant]:
+def _helpers(native: bool) -> list[Variant]:
     sizes = {"P": "i32", "GLOBAL": "i32", "E": "i32"}
     ids = {"ids_ptr": "*i64", "map_ptr": "*i32"}
     plan = {"members_ptr": "*i32", "place_ptr": "*i32", **{name: PLAN[name] for name in list(PLAN)[1:]}}
     place = dict(BLOCK=16, CHUNK=128, EP=128, BLOCKS_HERE=BLOCKS_PER_PROGRAM)
-    epilogue = dict(bias_ptr=None, N=2048, GW_PER_ROW=False, NATIVE=True, HW=True)
+    epilogue = dict(bias_ptr=None, N=2048, GW_PER_ROW=False, NATIVE=native, HW=True)
     shares = {"partial_ptr": "*fp32", "g_ptr": "*fp32", "gw_ptr": "*fp32", "out_ptr": "*bf16", "M": "i32"}
     return [
         Variant("add shares of K", add_shares_kernel, shares,

@@ -1,6 +1,6 @@
 """Which implementation of an operator runs: decided by device, dtype and shape, said once, or demanded.
 
-    torch      `quads_ops` itself, on any device; on a CPU compiled (`quads_ops.cpu_qdq`)
+    torch      `quads_ops` itself, on any device; on a CPU it quantizes in compiled C++ (`quads_ops.cpu_qdq`)
     emulated   Triton kernels; products on FP16 tensor cores of exactly dequantized values (Ampere, Ada, Hopper)
     native     Triton kernels; products on NVFP4 tensor cores (Blackwell)
 
@@ -10,6 +10,8 @@ their sums. The quantizers are the same kernels in `emulated` and `native`.
 By default a GPU takes the last of the three that can run, a CPU torch. The environment variable QUADS_BACKEND, or
 `set_backend`, demands one: what it cannot run is then an error. Each choice is printed once per operator and device, to
 stderr.
+
+`sums_residual` decides how `emulated` multiplies a residual; QUADS_EXACT_RESIDUAL=1 demands the exact way.
 """
 
 import functools
@@ -18,11 +20,17 @@ import sys
 
 import torch
 
+from quads_ops import cpu_qdq
+
 BACKENDS = ("torch", "emulated", "native")
 QUANTIZERS = ("fake_quantize_weight", "quantize_weight", "dequantize_weight", "compensate", "quantize_activation")
+COMPILED_ON_CPU = ("fake_quantize_weight", "quantize_weight", "compensate")
+"""Those that backend torch runs in C++ on a CPU, where that could be compiled."""
 GEMM = "w4a4_gemm"
 NATIVE_CAPABILITIES = (100, 103, 120, 121)
 """Compute capabilities whose NVFP4 tensor cores Triton uses."""
+
+EXACT_RESIDUAL = "QUADS_EXACT_RESIDUAL"
 
 _demanded: str | None = None
 _said: set[tuple[str, torch.device]] = set()
@@ -94,10 +102,27 @@ def choose(
 def _choose(op, device, dtype, k, token_mask, backend) -> str:
     demanded = backend or _demanded or os.environ.get("QUADS_BACKEND") or "auto"
     chosen, reason = _decide(op, device, dtype, k, token_mask, demanded)
-    if (op, device) not in _said:
-        _said.add((op, device))
-        print(f"quads: {op} on {device}: {chosen} ({reason})", file=sys.stderr, flush=True)
+    if chosen == "torch" and device.type == "cpu":
+        _say(op, device, _on_cpu(op, token_mask, reason))
+    else:
+        _say(op, device, f"{chosen} ({reason})")
     return chosen
+
+
+def _on_cpu(op: str, token_mask: bool, reason: str) -> str:
+    """What backend torch comes to for an operator on a CPU, and why."""
+    if op not in COMPILED_ON_CPU or token_mask:
+        return f"torch ({reason})"
+    found = cpu_qdq.path()
+    if found.name == "compiled":
+        return f"compiled C++ (backend torch, {reason})"
+    return f"torch ({reason}; not compiled: {found.reason})"
+
+
+def _say(subject: str, device: torch.device, what: str) -> None:
+    if (subject, device) not in _said:
+        _said.add((subject, device))
+        print(f"quads: {subject} on {device}: {what}", file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -128,14 +153,58 @@ def _best(op, device, dtype, k, token_mask) -> tuple[str, str]:
     raise AssertionError("torch runs everywhere")
 
 
+def sums_residual(
+    backend: str,
+    device: torch.device,
+    rows: int,
+    experts: int,
+    out_dtype: torch.dtype,
+    demanded: bool | None = None,
+) -> bool:
+    """Whether a product adds activation and residual in FP16 and multiplies once, instead of multiplying twice.
+
+    Chosen for backend emulated with more tokens than decoding has (`quads_kernels.configs.few_tokens`), where the
+    tensor core is what a product waits for, and 16-bit output. A sum is rounded by at most 2^-11 of itself; BF16 output
+    is rounded by up to 2^-8. FP32 output, fewer tokens and QUADS_EXACT_RESIDUAL=1 get the exact form, two products.
+
+    rows: tokens, or (token, expert) pairs, of which each of `experts` experts has its average. demanded: not None
+    decides.
+    Raises ValueError where it is demanded of another backend, and on a QUADS_EXACT_RESIDUAL other than 0 or 1.
+    """
+    if demanded and backend != "emulated":
+        raise ValueError(
+            f"sum_residual=True adds in FP16, which only backend emulated does; this product runs on {backend!r}. "
+            "Leave sum_residual out"
+        )
+    if demanded is not None or backend != "emulated":
+        return bool(demanded)
+    from quads_kernels import configs
+
+    exact = os.environ.get(EXACT_RESIDUAL, "0")
+    if exact not in ("", "0", "1"):
+        raise ValueError(f"{EXACT_RESIDUAL}={exact!r}; set it to 1 (multiply residuals apart), or leave it out")
+    few = configs.few_tokens(configs.rows_per_expert(rows, experts))
+    if exact == "1" or out_dtype == torch.float32 or few:
+        return False
+    way = f"added in FP16 before one product above {configs.FEW_TOKENS[-1]} tokens"
+    _say("residual", device, f"{way} ({EXACT_RESIDUAL}=1: two products)")
+    return True
+
+
 def describe(device: torch.device | str) -> str:
-    """The path that products take on a device, for people: "cpu: torch", "hopper: triton emulated",
-    "blackwell: triton native"."""
+    """The path that NVFP4 takes on a device, for people: "cpu: torch emulated, quantized in compiled C++",
+    "hopper: triton emulated", "blackwell: triton native".
+
+    Raises ValueError where QUADS_BACKEND (or `set_backend`) demands what cannot run, and what `cpu_qdq.path` raises.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     chosen = _decide(GEMM, device, torch.bfloat16, None, False, _demanded or os.environ.get("QUADS_BACKEND") or "auto")
-    return f"{_family(device)}: {chosen[0] if chosen[0] == 'torch' else f'triton {chosen[0]}'}"
+    if chosen[0] != "torch":
+        return f"{_family(device)}: triton {chosen[0]}"
+    compiled = device.type == "cpu" and cpu_qdq.path().name == "compiled"
+    return f"{_family(device)}: torch emulated, quantized in {'compiled C++' if compiled else 'torch'}"
 
 
 def _family(device: torch.device) -> str:

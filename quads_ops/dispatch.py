@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quads_ops import custom_ops
-from quads_ops.backends import BACKENDS, GEMM, can_run, choose, describe, set_backend
+from quads_ops.backends import BACKENDS, GEMM, can_run, choose, describe, set_backend, sums_residual
 from quads_ops.formats import BLOCK_SIZE
 from quads_ops.packed_activation import ExpertRows, PackedActivation
 from quads_ops.residual import Residual, ResidualMask, TokenMask
@@ -19,6 +19,7 @@ from quads_ops.weights import PackedWeight
 
 __all__ = [
     "BACKENDS",
+    "GEMM",
     "can_run",
     "choose_gemm",
     "compensate",
@@ -30,6 +31,7 @@ __all__ = [
     "quantize_activation",
     "quantize_weight",
     "set_backend",
+    "sums_residual",
 ]
 
 

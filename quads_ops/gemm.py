@@ -5,8 +5,9 @@
 
 Both are registered as `quads::w4a4_linear` and `quads::w4a4_moe` (torch.library), so torch.compile and vLLM's graphs
 see one operator each. The backend (`quads_ops.dispatch`) is "torch" (any device, the definition), "emulated" (Triton,
-FP16 tensor cores) or "native" (Triton, NVFP4 tensor cores); they agree but for the order of sums. See
-`quads_kernels.gemm`, `quads_kernels.moe`, docs/kernels.md.
+FP16 tensor cores) or "native" (Triton, NVFP4 tensor cores); they agree but for the order of sums, and but for the
+residual of many tokens on "emulated" (`quads_ops.backends.sums_residual`). See `quads_kernels.gemm`,
+`quads_kernels.moe`, docs/kernels.md.
 """
 
 import torch
@@ -42,7 +43,7 @@ def w4a4_linear(
     bias: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    sum_residual: bool = False,
+    sum_residual: bool | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """(Xq + Rq) W^T + bias: [..., K] -> [..., N].
@@ -51,7 +52,8 @@ def w4a4_linear(
         each row (matrices that were joined along N and scaled apart).
     bias: [N], added in FP32. out_dtype: by default that of x.
     stats: FP32 [SLOTS, K/16] or [SLOTS, K]; the sum over tokens of r^2 is added in place, spread over the lines.
-    sum_residual: backend emulated only: add activation and residual in FP16 and multiply once (see docs/kernels.md).
+    sum_residual: add activation and residual in FP16 and multiply once (backend emulated only), or, False, multiply
+        twice, which is exact; None: what `quads_ops.backends.sums_residual` chooses.
     backend: "torch", "emulated" or "native"; None: what `quads_ops.dispatch` chooses.
     Raises ValueError on a wrong argument or where the backend cannot run here.
     """
@@ -75,7 +77,7 @@ def w4a4_moe(
     stats13: torch.Tensor | None = None,
     stats2: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    sum_residual: bool = False,
+    sum_residual: bool | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Routed experts, sum over a token's experts of weight * W2 (silu(gate) * up): [M, H] -> [M, H].
@@ -128,17 +130,19 @@ def _linear(
     bias: torch.Tensor | None,
     kept: int,
     out_dtype: torch.dtype,
-    sum_residual: bool,
+    sum_residual: bool | None,
     backend: str,
 ) -> torch.Tensor:
     weight = PackedWeight(packed, block_scales, global_scale_dec)
+    # Chosen here, where sizes are plain numbers: as an argument it would make torch.compile trace two graphs.
+    summed = kept > 0 and dispatch.sums_residual(backend, x.device, x.shape[0], 1, out_dtype, sum_residual)
     if backend == "torch":
         return linear_reference(x, weight, ResidualForm(kept, order, keep), bias, stats, out_dtype)
     from quads_kernels import activation
     from quads_kernels.gemm import w4a4_gemm
 
     rows = activation.quantize(x, kept=kept, order=order, keep=keep, stats=stats)
-    form = dict(native=backend == "native", sum_residual=sum_residual)
+    form = dict(native=backend == "native", sum_residual=summed)
     return w4a4_gemm(rows, weight, bias=bias, out_dtype=out_dtype, **form)
 
 
@@ -168,11 +172,13 @@ def _moe(
     kept13: int,
     kept2: int,
     out_dtype: torch.dtype,
-    sum_residual: bool,
+    sum_residual: bool | None,
     backend: str,
 ) -> torch.Tensor:
     w13 = PackedWeight(packed13, block_scales13, global_scale_dec13)
     w2 = PackedWeight(packed2, block_scales2, global_scale_dec2)
+    size = topk_ids.numel(), len(packed13)
+    summed = kept13 + kept2 > 0 and dispatch.sums_residual(backend, x.device, *size, out_dtype, sum_residual)
     if backend == "torch":
         return moe_reference.moe(
             x, w13, w2, topk_weights, topk_ids, expert_map, ResidualForm(kept13, order13, keep13), stats13,
@@ -187,7 +193,7 @@ def _moe(
     return fused_moe(
         rows, w13, w2, topk_weights, topk_ids, hidden=hidden,
         native=backend == "native", out_dtype=out_dtype, hidden_dtype=x.dtype, expert_map=expert_map,
-        sum_residual=sum_residual,
+        sum_residual=summed,
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ Roundings are those of a model in the dtype of x: gate and up, silu(gate), their
 and so is the sum over a token's experts, in the order of topk.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -37,7 +39,7 @@ def moe(
             continue
         gate_up = (values[token] @ dequantize_weight(_one(w13, expert)).t()).to(x.dtype)
         stats = None if stats2 is None else stats2[0, expert]
-        hidden = compensate(swiglu(gate_up), "w4a4", residual_of(form2, gate_up.shape[-1] // 2, expert), stats=stats)
+        hidden = compensate(gated(gate_up), "w4a4", residual_of(form2, gate_up.shape[-1] // 2, expert), stats=stats)
         result = reorder_columns(hidden, form2, expert) @ dequantize_weight(_one(w2, expert)).t()
         parts[token, slot] = result * topk_weights[token, slot, None]
     total = torch.zeros_like(parts[:, 0])
@@ -46,10 +48,14 @@ def moe(
     return total.to(out_dtype)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [M, 2I] = [gate | up], rounded to its dtype after silu and after the product."""
+def gated(gate_up: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor] = F.silu) -> torch.Tensor:
+    """act(gate) * up of [M, 2I] = [gate | up], rounded to its dtype after act and after the product, as models do.
+
+    The one definition: the rollout's torch path and the reference of the kernels call it; the fused kernel
+    (`quads_kernels.activation_tile.swiglu`) rounds at the same two places.
+    """
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate.float()).to(gate.dtype) * up
+    return act(gate) * up
 
 
 def local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:

@@ -6,10 +6,10 @@ Slow and plain; on a CPU nothing multiplies packed activations but the tests.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from quads_ops import nvfp4
 from quads_ops.formats import BLOCK_SIZE
+from quads_ops.moe_reference import gated
 from quads_ops.residual import token_scale
 from quads_ops.residual_layout import ResidualForm
 
@@ -47,8 +47,7 @@ def quantize_activation(
 ) -> PackedActivation:
     """The reference. Arguments as in `quads_ops.dispatch.quantize_activation`; rows of no expert become zeros."""
     if swiglu:
-        gate, up = x.chunk(2, -1)
-        x = F.silu(gate.float()).to(x.dtype) * up
+        x = gated(x)
     if experts is None:
         return _quantize_rows(x, form, stats)
     m, blocks = x.shape[0], x.shape[-1] // BLOCK_SIZE

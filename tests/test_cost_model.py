@@ -56,13 +56,23 @@ def test_compensation_reads_no_weight_twice(cost):
             assert after.operations == pytest.approx(2 * before.operations)
 
 
-def test_operations_follow_the_ratio(cost):
-    model = cost.Model()
-    plain = sum(kernel.operations for kernel in cost.layer(model, cost.B200, 256, 0.0))
-    half = sum(kernel.operations for kernel in cost.layer(model, cost.B200, 256, 0.5))
-    summed = sum(kernel.operations for kernel in cost.layer(model, cost.H200_SUM, 256, 0.5))
-    once = sum(kernel.operations for kernel in cost.layer(model, cost.H200_SUM, 256, 0.0))
-    assert half == pytest.approx(1.5 * plain) and summed == pytest.approx(once)
+@pytest.mark.parametrize("tokens", [64, 256, 4096])
+def test_operations_follow_the_ratio(cost, tokens):
+    """Half as much again at ratio 0.5, but nothing where emulated products add the residual first."""
+
+    def more(device, which):
+        half, plain = (
+            sum(kernel.operations for kernel in cost.layer(cost.Model(), device, tokens, ratio) if which in kernel.name)
+            for ratio in (0.5, 0.0)
+        )
+        return half / plain - 1
+
+    for which in ("q|k|v", "experts down"):
+        assert more(cost.B200, which) == pytest.approx(0.5)
+        assert more(cost.H200_EXACT, which) == pytest.approx(0.5)
+        # 256 tokens are 16 for each expert.
+        added_first = tokens > 64 if which == "q|k|v" else tokens * 8 / 128 > 64
+        assert more(cost.H200, which) == pytest.approx(0.0 if added_first else 0.5)
 
 
 def test_a_launch_takes_its_slowest_resource(cost):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quads_kernels import launch
-from quads_ops import backends, custom_ops, dispatch, residual, weights
+from quads_kernels import configs, launch
+from quads_ops import backends, cpu_qdq, custom_ops, dispatch, residual, weights
 from quads_ops.gemm import compensated_weight, w4a4_linear
 from quads_ops.packed_activation import ExpertRows
 from quads_ops.residual import ResidualMask, TokenMask
@@ -18,6 +18,7 @@ HOPPER, BLACKWELL, VOLTA = (torch.device("cuda", index) for index in range(3))
 def own_choice(monkeypatch):
     """No choice is remembered from elsewhere, and none is left behind."""
     monkeypatch.delenv("QUADS_BACKEND", raising=False)
+    monkeypatch.delenv(backends.EXACT_RESIDUAL, raising=False)
     monkeypatch.setattr(backends, "_said", set())
     backends._decide.cache_clear()
     yield
@@ -32,16 +33,47 @@ def gpus(monkeypatch):
     monkeypatch.setattr(launch, "capability", lambda device: found.get(device, 0))
 
 
-def test_a_cpu_takes_torch_and_says_so_once(capsys):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_cpu_says_once_what_really_runs(compiled, capsys, monkeypatch):
+    name, where = ("compiled", "compiled C++ (backend torch, the choice on a CPU)")
+    if not compiled:
+        name, where = ("torch", "torch (the choice on a CPU; not compiled: no compiler)")
+    monkeypatch.setattr(cpu_qdq, "path", lambda: cpu_qdq.Path(name, "no compiler"))
     w, g = torch.randn(4, 32), torch.tensor(0.01)
     for _ in range(2):
         dispatch.fake_quantize_weight(w, g)
-    dispatch.quantize_weight(w, g)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "quads: fake_quantize_weight on cpu: torch (the choice on a CPU)",
-        "quads: quantize_weight on cpu: torch (the choice on a CPU)",
+    packed = dispatch.quantize_weight(w, g)
+    dispatch.dequantize_weight(packed)
+    dispatch.compensate(w, TokenMask(0.5))
+    assert capsys.readouterr().err.splitlines() == [
+        f"quads: fake_quantize_weight on cpu: {where}",
+        f"quads: quantize_weight on cpu: {where}",
+        "quads: dequantize_weight on cpu: torch (the choice on a CPU)",
+        "quads: compensate on cpu: torch (the choice on a CPU)",
     ]
+
+
+@pytest.mark.parametrize("op", backends.QUANTIZERS)
+def test_what_is_said_to_be_compiled_is(op, monkeypatch):
+    """Of the quantizers on a CPU, those in COMPILED_ON_CPU ask for the library to do the work, and no others do."""
+    w, g = torch.randn(4, 32), torch.tensor(0.01)
+    packed = weights.quantize_weight(w, g)
+    calls = {
+        "fake_quantize_weight": lambda: dispatch.fake_quantize_weight(w, g),
+        "quantize_weight": lambda: dispatch.quantize_weight(w, g),
+        "dequantize_weight": lambda: dispatch.dequantize_weight(packed),
+        "compensate": lambda: dispatch.compensate(w, "all"),
+        "quantize_activation": lambda: dispatch.quantize_activation(w, ResidualForm(kept=1)),
+    }
+    worked = []
+    for name in ("qdq", "quantize_packed", "compensate"):
+        monkeypatch.setattr(cpu_qdq, name, lambda *args: worked.append(1) or (w, w))
+    monkeypatch.setattr(cpu_qdq, "takes", lambda x: True)
+    try:
+        calls[op]()
+    except (RuntimeError, TypeError, AttributeError):  # the stand-in's result fits no operator
+        pass
+    assert bool(worked) == (op in backends.COMPILED_ON_CPU)
 
 
 def test_the_best_that_a_gpu_can_run(gpus, capsys):
@@ -63,11 +95,13 @@ def test_what_the_kernels_do_not_take_goes_to_torch(gpus, capsys):
     assert backends.choose("dequantize_weight", HOPPER, torch.bfloat16, 64) == "emulated"
 
 
-def test_describe(gpus):
-    assert dispatch.describe("cpu") == "cpu: torch"
+def test_describe(gpus, monkeypatch):
+    for name, where in (("compiled", "compiled C++"), ("torch", "torch")):
+        monkeypatch.setattr(cpu_qdq, "path", lambda name=name: cpu_qdq.Path(name, ""))
+        assert dispatch.describe("cpu") == f"cpu: torch emulated, quantized in {where}"
     assert dispatch.describe(HOPPER) == "hopper: triton emulated"
     assert dispatch.describe(BLACKWELL) == "blackwell: triton native"
-    assert dispatch.describe(VOLTA) == "sm_70: torch"
+    assert dispatch.describe(VOLTA) == "sm_70: torch emulated, quantized in torch"
     dispatch.set_backend("emulated")
     assert dispatch.describe(BLACKWELL) == "blackwell: triton emulated"
 
@@ -96,6 +130,60 @@ def test_kernels_cannot_be_demanded_on_a_cpu(monkeypatch):
         dispatch.compensate(x)
     monkeypatch.setenv("QUADS_BACKEND", "auto")
     assert torch.equal(dispatch.compensate(x), residual.compensate(x, "w4a4"))
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("backend", "rows", "experts", "out_dtype", "summed"),
+    [
+        ("emulated", 64, 1, BF16, False),  # decoding
+        ("emulated", 65, 1, BF16, True),
+        ("emulated", 4096, 1, torch.float16, True),
+        ("emulated", 4096, 1, torch.float32, False),  # asks for more than a sum in FP16 has
+        ("native", 4096, 1, BF16, False),  # multiplies codes, not numbers
+        ("torch", 4096, 1, BF16, False),
+        ("emulated", 64 * 128, 128, BF16, False),  # 64 rows for each expert
+        ("emulated", 64 * 128 + 1, 128, BF16, True),
+        ("emulated", 8, 128, BF16, False),
+    ],
+)
+def test_the_residual_of_many_tokens_is_added_in_fp16(backend, rows, experts, out_dtype, summed, capsys):
+    for _ in range(2):
+        assert dispatch.sums_residual(backend, HOPPER, rows, experts, out_dtype) is summed
+    said = "quads: residual on cuda:0: added in FP16 before one product above 64 tokens"
+    assert capsys.readouterr().err.count(said) == int(summed)
+
+
+def test_the_limit_is_where_tiles_change_sides():
+    """Up to there weights are on the M side (decoding); so one size has one tile and one form."""
+    for tokens in range(1, 200):
+        tiles = configs.dense_candidates(90, False, tokens)
+        assert {not tile.weights_on_m for tile in tiles} == {
+            dispatch.sums_residual("emulated", HOPPER, tokens, 1, BF16)
+        }
+    for tokens in (1, 64, 1024, 1025, 4096):
+        tile = configs.choose_grouped(90, False, tokens * 8, 128, 1536, 2048)
+        assert (not tile.weights_on_m) == dispatch.sums_residual("emulated", HOPPER, tokens * 8, 128, BF16)
+
+
+def test_the_exact_residual_can_be_demanded(monkeypatch):
+    many = ("emulated", HOPPER, 4096, 1, BF16)
+    assert not dispatch.sums_residual(*many, demanded=False)
+    assert dispatch.sums_residual("emulated", HOPPER, 1, 1, torch.float32, demanded=True)
+    for value, summed in (("1", False), ("0", True), ("", True)):
+        monkeypatch.setenv("QUADS_EXACT_RESIDUAL", value)
+        assert dispatch.sums_residual(*many) is summed
+    monkeypatch.setenv("QUADS_EXACT_RESIDUAL", "yes")
+    with pytest.raises(ValueError, match="QUADS_EXACT_RESIDUAL='yes'; set it to 1"):
+        dispatch.sums_residual(*many)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_sum_is_not_demanded_of_other_backends(backend):
+    with pytest.raises(ValueError, match=f"only backend emulated does; this product runs on '{backend}'"):
+        dispatch.sums_residual(backend, HOPPER, 4096, 1, BF16, demanded=True)
 
 
 def weight_and_scale(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import quads_recipe
-from quads_ops import compat
+from quads_kernels import launch
+from quads_ops import backends, compat, dispatch
 from quads_recipe import doctor, paths
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,25 +49,51 @@ def test_exit_status_and_text_follow_the_findings(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes a device as if a GPU of this compute capability were there. Nothing runs on it."""
+
+    def make(capability: int | None) -> torch.device:
+        backends._decide.cache_clear()
+        monkeypatch.setattr(launch, "capability", lambda device: capability if device.type == "cuda" else 0)
+        return torch.device("cpu") if capability is None else torch.device("cuda", 0)
+
+    monkeypatch.delenv("QUADS_BACKEND", raising=False)
+    yield make
+    backends._decide.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("capability", "status", "text"),
     [
-        (None, doctor.OK, "cpu emulated"),
-        ((7, 5), doctor.MISSING, "don't run"),
-        ((8, 0), doctor.NOTE, "emulated"),
-        ((9, 0), doctor.OK, "hopper emulated"),
-        ((10, 0), doctor.OK, "blackwell native"),
-        ((12, 0), doctor.OK, "blackwell native"),
+        (None, doctor.OK, "cpu: torch emulated, quantized in "),
+        (75, doctor.MISSING, "the kernels need compute capability 8.0"),
+        (80, doctor.NOTE, "ampere: triton emulated, not tried"),
+        (90, doctor.OK, "hopper: triton emulated"),
+        (100, doctor.OK, "blackwell: triton native"),
+        (120, doctor.OK, "blackwell: triton native"),
     ],
 )
-def test_path_follows_the_compute_capability(capability, status, text):
-    check = doctor.path(capability)
+def test_path_is_what_the_dispatch_says(capability, status, text, gpu):
+    check = doctor.path(gpu(capability))
     assert check.status == status and text in check.found
+    assert check.found.startswith(dispatch.describe(gpu(capability)))
+
+
+def test_a_demanded_backend_shows(gpu, monkeypatch):
+    monkeypatch.setenv("QUADS_BACKEND", "torch")
+    check = doctor.path(gpu(90))
+    assert check.status == doctor.NOTE and check.found == dispatch.describe(gpu(90)) and "QUADS_BACKEND" in check.remedy
+    monkeypatch.setenv("QUADS_BACKEND", "native")
+    check = doctor.path(gpu(90))
+    assert check.status == doctor.MISSING and "sm_90 has no NVFP4 tensor cores" in check.found
+    monkeypatch.setenv("QUADS_BACKEND", "fast")
+    assert "unknown backend 'fast'" in doctor.path(gpu(None)).found
 
 
 def test_path_is_that_of_the_device_that_torch_sees():
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    assert next(check for check in doctor.device() if check.name == "path") == doctor.path(capability)
+    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    assert next(check for check in doctor.device() if check.name == "path") == doctor.path(here)
 
 
 def test_untried_version_is_missing_until_allowed(monkeypatch):

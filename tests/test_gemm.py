@@ -162,7 +162,7 @@ def test_w13_needs_one_form():
 def test_operators_are_well_formed():
     x, w = torch.randn(4, K), compensated_weight(support_gemm.weight(24, K), MODES["blocks"])
     stats = torch.zeros(1, K // 16)
-    args = (x, *w.weight, w.form.order, None, stats, torch.randn(24), w.form.kept, torch.bfloat16, False, "torch")
+    args = (x, *w.weight, w.form.order, None, stats, torch.randn(24), w.form.kept, torch.bfloat16, None, "torch")
     torch.library.opcheck(torch.ops.quads.w4a4_linear.default, args)
     x, w13, w2, weights, ids = experts("all")
     args = (

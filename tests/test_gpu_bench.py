@@ -84,6 +84,45 @@ def test_nothing_is_timed_after_a_failed_check(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "gpu.csv").exists()
 
 
+@pytest.fixture
+def no_gpu_needed(monkeypatch):
+    """Cases that take a second each, on a clock that only they move."""
+    import gpu_bench
+
+    clock = [0.0]
+
+    def run():
+        clock[0] += 1.0
+
+    def cases(device, backend, subjects, token_counts):
+        import gpu_providers
+
+        provider = {"torch bf16": gpu_providers.Provider(run)}
+        return [gpu_bench.Case("linear", "qkv", tokens, lambda: provider) for tokens in token_counts]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "none")
+    monkeypatch.setattr(gpu_bench, "passes", lambda device, backend: True)
+    monkeypatch.setattr(gpu_bench, "copy_bandwidth", lambda device: 4000.0)
+    monkeypatch.setattr(gpu_bench, "time_us", lambda run: run() or (1.0, 1.0, 1.0, True))
+    monkeypatch.setattr(gpu_bench, "cases", cases)
+    monkeypatch.setattr(gpu_bench.time, "monotonic", lambda: clock[0])
+
+
+def test_what_the_time_does_not_reach_is_named(no_gpu_needed, tmp_path, capsys):
+    import gpu_bench
+
+    arguments = ["--out", str(tmp_path / "gpu.csv"), "--tokens", "4096", "16", "1"]
+    assert gpu_bench.main([*arguments, "--minutes", "0.025"]) == 0  # 1.5 s
+    said = capsys.readouterr().out
+    assert "2 lines added" in said and "not timed: linear qkv, 1 tokens" in said
+    assert gpu_bench.main(arguments) == 0
+    assert "not timed" not in capsys.readouterr().out
+    assert len((tmp_path / "gpu.csv").read_text().splitlines()) == 1 + 2 + 3
+
+
 def test_lines_are_added_and_other_columns_refused(tmp_path):
     import gpu_bench
 
@@ -133,4 +172,4 @@ def test_the_whole_check_on_this_gpu():
     device = torch.device("cuda")
     native = torch.cuda.get_device_capability()[0] >= 10
     for backend in ("emulated", "native") if native else ("emulated",):
-        assert gpu_check.verify(device, backend)
+        assert len(list(gpu_check.verify(device, backend))) == 4

@@ -12,7 +12,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from quads_ops import gemm
-from quads_ops.moe_reference import local_experts
+from quads_ops.moe_reference import gated, local_experts
 from quads_ops.settings import RolloutSettings
 from quads_ops.vllm_method import opaque
 from quads_ops.vllm_method.compat_vllm import initialize_online_processing
@@ -124,8 +124,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         order, counts = _by_expert(layer, ids.long())
         token = order // ids.shape[1]
         hidden = _each_expert(w13.activation.one(x)[token], w13.dense(), counts).to(x.dtype)
-        gate, up = hidden.chunk(2, -1)
-        out = _each_expert(w2.activation.grouped(self._act(gate) * up, counts), w2.dense(), counts)
+        out = _each_expert(w2.activation.grouped(gated(hidden, self._act), counts), w2.dense(), counts)
         out *= weights.flatten()[order].unsqueeze(-1)
         # Adds each token's experts in the order of their ids, whatever else is in the batch.
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, token, out).to(x.dtype)

@@ -18,8 +18,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quads_ops import compat
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 1024**3
 # The demo's processes together peak below this (Ray, trainer and vLLM hold a Python with torch each).
@@ -97,27 +101,35 @@ def device() -> Iterator[Check]:
     import torch
 
     if torch.cuda.is_available():
+        here = torch.device("cuda", torch.cuda.current_device())
         capability = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()} (sm_{capability[0]}{capability[1]}), CUDA {torch.version.cuda}"
     else:
-        capability = None
+        here = torch.device("cpu")
         name = f"CPU, {os.cpu_count()} cores, {instruction_set()}"
     yield Check("device", OK, name)
-    yield path(capability)
+    yield path(here)
 
 
-def path(capability: tuple[int, int] | None) -> Check:
-    """Which NVFP4 path runs on a GPU of this compute capability, or on a CPU (None)."""
-    if capability is None:
-        return Check("path", OK, "cpu emulated: NVFP4 values, multiplied in ordinary precision")
-    if capability >= (10, 0):
-        return Check("path", OK, "blackwell native: NVFP4 tensor cores")
-    if capability >= (9, 0):
-        return Check("path", OK, "hopper emulated: NVFP4 values, multiplied by FP16 tensor cores")
-    if capability >= (8, 0):
-        return Check("path", NOTE, "emulated on a GPU older than Hopper, which was not tried")
-    remedy = "use a GPU of compute capability 8.0 or newer, or the CPU (CUDA_VISIBLE_DEVICES= VERL_PLATFORM=cpu)"
-    return Check("path", MISSING, "the Triton kernels don't run on this GPU", remedy)
+def path(here: torch.device) -> Check:
+    """Which path NVFP4 takes on a device, in the words of the dispatch itself."""
+    from quads_ops import cpu_build, dispatch
+
+    try:
+        text = dispatch.describe(here)
+    except (ValueError, cpu_build.BuildError) as error:
+        return Check("path", MISSING, str(error), "see QUADS_BACKEND and QUADS_CPU_QDQ in docs/install.md")
+    if here.type == "cpu":
+        return Check("path", OK, text)
+    possible, reason = dispatch.can_run("emulated", dispatch.GEMM, here)
+    if not possible:
+        remedy = "use a GPU of compute capability 8.0 or newer, or the CPU (CUDA_VISIBLE_DEVICES= VERL_PLATFORM=cpu)"
+        return Check("path", MISSING, f"{text}: {reason}", remedy)
+    if "triton" not in text:
+        return Check("path", NOTE, text, "QUADS_BACKEND asks for it; without, the Triton kernels run")
+    if text.startswith(("ampere", "ada")):
+        return Check("path", NOTE, f"{text}, not tried on GPUs older than Hopper")
+    return Check("path", OK, text)
 
 
 def instruction_set() -> str:
