@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 # Before torch, vLLM or Ray is imported, and inherited by what tests start. A value that is already set stays.
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -66,16 +65,6 @@ def _seeded():
     random.seed(1234)
     numpy.random.seed(1234)
     torch.manual_seed(1234)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _plain_vllm_workers():
-    """vLLM adds a worker extension to its worker class for good, and then refuses another one in the same process."""
-    yield
-    module = sys.modules.get("vllm.v1.worker.cpu_worker")
-    if module is not None:
-        worker = module.CPUWorker
-        worker.__bases__ = tuple(base for base in worker.__bases__ if not base.__module__.startswith("quads_"))
 
 
 @pytest.fixture

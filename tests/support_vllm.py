@@ -131,6 +131,15 @@ def prompts(count: int = 6, length: int = 24, seed: int = 0) -> list[list[int]]:
     return [torch.randint(6, 128, (length - i,), generator=generator).tolist() for i in range(count)]
 
 
+def __getattr__(name: str):
+    """FreshWorker: another subclass of vLLM's worker each time, for vLLM adds its extension to the class for good."""
+    if name != "FreshWorker":
+        raise AttributeError(name)
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return type(name, (CPUWorker,), {})
+
+
 @contextmanager
 def engine(folder: Path, options: dict | None, dtype: str = "float32", in_process: bool = True, **kwargs):
     """A vLLM engine that is shut down at the end. options: of quads_nvfp4, or None for vLLM without it."""
@@ -139,11 +148,12 @@ def engine(folder: Path, options: dict | None, dtype: str = "float32", in_proces
     if options is not None:
         kwargs["hf_overrides"] = {"quantization_config": {"quant_method": "quads_nvfp4", **options}}
     settings = dict(max_model_len=128, max_num_seqs=16, enforce_eager=True, enable_prefix_caching=False, seed=0)
+    settings["worker_cls"] = f"{__name__}.FreshWorker"
     envs.disable_envs_cache()  # an engine that ran in this process before made them permanent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
         patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-        # vLLM's CPU worker replaces these in its process, which is the test's here.
+        # What vLLM changes in a worker's process, which is the test's here.
         patch.setattr(torch, "set_num_threads", torch.set_num_threads)
         for name in ("synchronize", "empty_cache"):
             patch.setattr(torch.accelerator, name, getattr(torch.accelerator, name))

@@ -90,6 +90,15 @@ def test_experts_of_a_worker():
     assert [(s.col0, s.full_shape, s.whole) for s in down] == [(16, (64, 32), False)] * 2
 
 
+def test_experts_of_other_workers_are_not_waited_for():
+    checkpoint_map = pytest.importorskip("quads_ops.vllm_method.checkpoint_map")
+    module = SimpleNamespace(layer_name="model.layers.0.block_sparse_moe.experts", expert_map=torch.tensor([-1, 0, 1]))
+    matrices = list(checkpoint_map._matrices_elsewhere(module, MIXTRAL))
+    assert matrices == [f"model.layers.0.mlp.experts.0.{x}_proj.weight" for x in ("gate", "up", "down")]
+    module.expert_map = None
+    assert list(checkpoint_map._matrices_elsewhere(module, MIXTRAL)) == []
+
+
 def test_k_must_consist_of_whole_blocks():
     shards.check_k("m", 48, 2)
     with pytest.raises(ValueError, match=r"m\.o_proj has K = 24 on each worker with tensor parallel size 2"):

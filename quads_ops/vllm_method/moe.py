@@ -88,6 +88,8 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             return
         for projection in layer.quads_projections:
             projection.load(layer)
+            # Asked for experts that come after this worker's are complete, and takes none of them.
+            getattr(layer, projection.source).weight_loader = layer.weight_loader
         setattr(layer, _DONE, True)
 
     def apply(

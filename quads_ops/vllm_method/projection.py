@@ -72,7 +72,7 @@ class Projection:
         source = getattr(layer, self.source).data
         self.weight.load(source)
         delattr(layer, self.source)
-        self.weight.register(layer, self.stem)
+        self.weight.register(layer, self.stem, self.source)
         self.operators = uses_operators(source.device, self.mode)
         self._renew_dense(source.device)
         if self.compensation is not None:

@@ -135,6 +135,8 @@ class WeightUpdate:
         if not bool(torch.stack(torch.aminmax(own)).isfinite().all()):
             raise WeightUpdateError(f"the trainer sent NaN or Inf in {name}")
         self._seen.add(canonical)
+        if want.elsewhere:
+            return None
         self._observe(canonical, own)
         return self.table.loader(canonical), own
 

@@ -125,9 +125,12 @@ class RolloutEngine:
         """Change the residual ratio of every layer; masks are chosen anew from the statistics gathered so far."""
         self._llm.collective_rpc("quads_set_residual", args=(ratio,))
 
-    def choose_masks(self) -> None:
-        """End a period of statistics, as a weight sync does: choose masks from it."""
-        self._llm.collective_rpc("quads_refresh_masks")
+    def choose_masks(self) -> list[dict[str, float | bool | None]]:
+        """End a period of statistics, as a weight sync does: choose masks from it.
+
+        Returns one summary per worker; `energy_covered` is about the masks that were in force during that period.
+        """
+        return self._llm.collective_rpc("quads_refresh_masks")
 
     def residuals(self) -> dict[str, SiteResidual]:
         """Site -> residual compensation in force."""

@@ -85,9 +85,11 @@ def evaluate(job: dict, settings: Settings, problems: Problems) -> dict:
         if 0 < key.ratio < 1 and quads.rollout.residual.scope == "step":
             calibration = fitting(tokenize(problems.calibration, tokenizer), settings.max_prompt)
             engine.generate(calibration, settings.max_new, settings.seed + _CALIBRATION_SEED)
-            covered = _covered(engine.choose_masks())
+            engine.choose_masks()
         repeated = [prompts[i] for i in kept for _ in range(settings.samples)]
         generated = engine.generate(repeated, settings.max_new, settings.seed)
+        if key.ratio > 0:
+            covered = _covered(engine.choose_masks())
     per_problem = _scores(generated, kept, settings.samples, tokenizer, problems)
     lengths = [len(g.sample.response) for g in generated]
     return {

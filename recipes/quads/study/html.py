@@ -84,7 +84,8 @@ def headline(results: dict) -> str:
     testable = [status for status in found if status != claims.NOT_TESTABLE]
     if not testable:
         return "Nothing can be tested yet: a test needs two seeds. The figures stand as they are."
-    parts = [f"{found.count(claims.SHOWN)} of the {len(found)} claims are shown here"]
+    count = found.count(claims.SHOWN)
+    parts = [f"{count} of the {len(found)} claims {'is' if count == 1 else 'are'} shown here"]
     if count := found.count(claims.CONTRADICTED):
         parts.append(f"{count} {'is' if count == 1 else 'are'} contradicted")
     if count := found.count(claims.NOT_SHOWN):
