@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,10 @@ from quads_recipe.study.progress import StudyDisplay, describe
 TRAINER = """
     import json, os, sys, time
     metrics, folder, steps, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    if what == "meet":  # the run of the other arm, which must be at work at the same time
+        runs = os.path.dirname(folder)
+        while not all(os.path.isfile(os.path.join(runs, arm + "-seed0", "log.txt")) for arm in ("bf16", "quads")):
+            time.sleep(0.05)
     for step in range(1, steps + 1):
         if what == "crash" and step == 2:
             raise RuntimeError("the rollout fell over")
@@ -65,9 +70,9 @@ def study(tmp_path, terminal=False, what=lambda run: "train", stall=600.0, **cha
     )
 
 
-def train_all(one, layout, asked):
+def train_all(one, layout, asked, jobs=1):
     with one.display:
-        return [one.train(run) for run in layout.runs(asked)]
+        return [done for _, done in one.train(layout.runs(asked), jobs)]
 
 
 def test_every_run_ends_with_weights_metrics_and_a_marker(tmp_path):
@@ -82,6 +87,23 @@ def test_every_run_ends_with_weights_metrics_and_a_marker(tmp_path):
     text = out.getvalue()
     assert "run 3/4: arm bf16, seed 1" in text and "quads-seed1 done in" in text and "reward 0.100 -> 0.400" in text
     assert "step 1/4  reward 0.100  |d| 0.0100  0.1 s" in text and "\x1b[" not in text
+
+
+def test_two_runs_at_a_time(tmp_path):
+    one, layout, asked, out = study(tmp_path, what=lambda run: "meet" if run.seed == 0 else "train")
+    assert train_all(one, layout, asked, jobs=2) == [True] * 4
+    text = out.getvalue()
+    assert "quads-seed0: step 1/4" in text and "bf16-seed0: step 1/4" in text
+    assert [len(collect.steps(run.metrics_files())) for run in layout.runs(asked)] == [4] * 4
+
+
+def test_a_study_that_ends_early_ends_all_its_trainers(tmp_path):
+    one, layout, asked, _ = study(tmp_path, what=lambda run: "hang" if run.arm == "quads" else "train")
+    with one.display, closing(one.train(layout.runs(asked), 3)) as ended:
+        assert next(ended)[1]
+        hung = json.loads((layout.run("quads", 0).folder / "trainer.json").read_text())["pid"]
+        assert psutil.pid_exists(hung)
+    assert not psutil.pid_exists(hung) and not list(tmp_path.glob("runs/*/trainer.json"))
 
 
 def test_what_is_done_is_not_done_again(tmp_path):
@@ -224,10 +246,10 @@ def test_time_left_is_that_of_the_arms_own_runs(tmp_path):
     run = layout.run("bf16", 0)
     run.folder.mkdir(parents=True)
     display.begin(run, run.folder / "metrics-1.jsonl")
-    display._started -= 90
+    display.active[run.name].started -= 90
     assert display.eta() == pytest.approx(100 + 2 * 210 + 10, abs=1)
     run.mark_done({"seconds": 90.0})
-    display.steps = [Step(1, reward=0.5)]
+    display.active[run.name].steps.append(Step(1, reward=0.5))
     display.end(run, [])
     assert "about 9 min of training left" in out.getvalue()
     assert describe(Step(2, reward=0.5), 4) == "step 2/4  reward 0.500"

@@ -1,6 +1,6 @@
 """`quads study`: the paper's experiment in miniature, through verl's own trainer.
 
-Trains every arm from the same policy on the same prompts with several seeds, one run after the other, evaluates the
+Trains every arm from the same policy on the same prompts with several seeds, evaluates the
 weights on held-out problems in the arm's own rollout engine and in BF16, and judges the paper's claims by tests over
 the seeds. Start it again with the same arguments to go on where it was interrupted.
 """
@@ -12,6 +12,7 @@ import json
 import shlex
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from quads_recipe.study.plan import StudyError
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="a hydra override for every run; may be repeated",
     )
+    p.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1); each needs a core and about 7 GiB")
     p.add_argument("--dry-run", action="store_true", help="show the plan and what it would cost, start nothing")
     p.add_argument("--report", action="store_true", help="only write the report again, of what the folder holds")
     p.add_argument("--compare", type=Path, nargs="+", metavar="STUDY", help="only compare these study folders")
@@ -104,15 +106,17 @@ def run(args: argparse.Namespace) -> int:
     """Trains, evaluates and reports. Raises StudyError, OSError, KeyboardInterrupt."""
     from quads_recipe.study import estimate, prepare
 
+    if args.jobs < 1:
+        raise StudyError(f"--jobs: {args.jobs}; give at least 1")
     prepared = prepare.prepare(args)
     print("\n".join(prepare.describe(prepared) + estimate.describe(prepared.plan)), flush=True)
     if args.dry_run:
         return 0
     prepare.commit(prepared)
-    return _work(prepared)
+    return _work(prepared, args.jobs)
 
 
-def _work(prepared) -> int:
+def _work(prepared, jobs: int) -> int:
     from quads_recipe.study import report
     from quads_recipe.study.machine import code_digest
     from quads_recipe.study.progress import StudyDisplay
@@ -122,7 +126,7 @@ def _work(prepared) -> int:
     with lock(layout.study), StudyDisplay(plan, layout) as display:
         runner = Runner(plan, layout, prepared.policy, display, code_digest(), prepared.own_data)
         try:
-            failed = _train_and_evaluate(prepared, runner, display)
+            failed = _train_and_evaluate(prepared, runner, display, jobs)
         finally:  # of an interrupted study too: what there is
             results = report.write(layout.study, prepared.about)
     print("\n".join(report.terminal_lines(results)))
@@ -133,7 +137,7 @@ def _work(prepared) -> int:
     return FAILED if failed else 0
 
 
-def _train_and_evaluate(prepared, runner, display) -> dict[str, list[str]]:
+def _train_and_evaluate(prepared, runner, display, jobs: int) -> dict[str, list[str]]:
     """Name -> cause of every run and evaluation that failed."""
     from quads_recipe.study import evaluate
 
@@ -141,16 +145,17 @@ def _train_and_evaluate(prepared, runner, display) -> dict[str, list[str]]:
     engines = evaluate.engines(prepared.blocks)
     settings = evaluate.settings_of(prepared.config, plan, runner.files(plan.seeds[0]))
     failed = evaluate.evaluate(evaluate.start_jobs(layout, prepared.policy, engines), settings, layout, display)
-    for run_ in layout.runs(plan):
-        if not runner.train(run_):
-            failed[run_.name] = run_.failure()["cause"]
-        elif not plan.keep_weights:
-            jobs = evaluate.run_jobs(layout, run_, engines)
-            failed |= evaluate.evaluate(jobs, settings, layout, display)
-            evaluate.drop_weights(jobs, run_)
+    with closing(runner.train(layout.runs(plan), jobs)) as ended:  # interrupted, it ends the trainers
+        for run_, done in ended:
+            if not done:
+                failed[run_.name] = run_.failure()["cause"]
+            elif not plan.keep_weights:
+                evaluations = evaluate.run_jobs(layout, run_, engines)
+                failed |= evaluate.evaluate(evaluations, settings, layout, display)
+                evaluate.drop_weights(evaluations, run_)
     finished = [run_ for run_ in layout.runs(plan) if run_.done()]
-    jobs = [job for run_ in finished for job in evaluate.run_jobs(layout, run_, engines)]
-    return failed | evaluate.evaluate(jobs, settings, layout, display)
+    evaluations = [job for run_ in finished for job in evaluate.run_jobs(layout, run_, engines)]
+    return failed | evaluate.evaluate(evaluations, settings, layout, display)
 
 
 if __name__ == "__main__":

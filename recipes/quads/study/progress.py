@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -21,18 +22,29 @@ PLAIN_EVERY = 5
 BAR = 32
 
 
+@dataclass
+class Active:
+    """A run that is being trained."""
+
+    run: Run
+    tail: LogTail
+    steps: list[Step] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
 class StudyDisplay:
     """Told of every event by the runner and the evaluation. Use as a context manager."""
 
     def __init__(self, plan: Plan, layout: Layout, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.plan, self.layout = plan, layout
-        self.run: Run | None = None
-        self.steps: list[Step] = []
+        self.active: dict[str, Active] = {}
         self.status = "preparing"
         self.seconds: dict[str, list[float]] = {}
-        self._began = self._started = time.monotonic()
-        self._tail: LogTail | None = None
+        self._began = time.monotonic()
         self._live: Live | None = None
         for run in layout.runs(plan):
             if done := run.done():
@@ -59,34 +71,33 @@ class StudyDisplay:
         self.status = what
 
     def begin(self, run: Run, metrics: Path) -> None:
-        self.run, self.steps, self._tail, self._started = run, [], LogTail(metrics), time.monotonic()
-        self.status = f"training {run.name}"
+        self.active[run.name] = Active(run, LogTail(metrics))
+        self.status = f"training {', '.join(self.active)}"
         number = [r.name for r in self.layout.runs(self.plan)].index(run.name) + 1
         self.note(f"run {number}/{len(self.plan.runs())}: arm {run.arm}, seed {run.seed}")
 
     def update(self) -> None:
         """Takes in the steps that were logged since the last call."""
-        for step in parse(self._tail.lines()).steps:
-            self.steps.append(step)
-            if not self._live and (step.step == 1 or step.step % PLAIN_EVERY == 0):
-                self.note("  " + describe(step, self.plan.steps))
+        for name, active in self.active.items():
+            # Several at a time: each line says whose it is.
+            prefix = f"{name}: " if len(self.active) > 1 else ""
+            for step in parse(active.tail.lines()).steps:
+                active.steps.append(step)
+                if not self._live and (step.step == 1 or step.step % PLAIN_EVERY == 0):
+                    self.note(f"  {prefix}{describe(step, self.plan.steps)}")
 
     def end(self, run: Run, cause: Sequence[str]) -> None:
         """cause: lines, empty for a run that finished."""
-        took = time.monotonic() - self._started
-        self.run = None
+        self.update()
+        ended = self.active.pop(run.name)
+        took = ended.seconds()
         if cause:
             self.note(f"  {run.name} FAILED after {took:.0f} s: {cause[0]}")
             for line in cause[1:]:
                 self.console.print(f"    {line}", markup=False)
         else:
             self.seconds.setdefault(run.arm, []).append(took)
-            rewards = [s.reward for s in self.steps]
-            half = max(1, len(rewards) // 3)
-            text = f"reward {statistics.fmean(rewards[:half]):.3f} -> {statistics.fmean(rewards[-half:]):.3f}"
-            sizes = [s.d_mean for s in self.steps if s.d_mean is not None]
-            mismatch = f", mean |d| {statistics.fmean(sizes):.4f}" if sizes else ""
-            self.note(f"  {run.name} done in {took:.0f} s: {text}{mismatch}{self._eta_text()}")
+            self.note(f"  {run.name} done in {took:.0f} s: {summary(ended.steps)}{self._eta_text()}")
 
     # -- the picture
 
@@ -103,8 +114,8 @@ class StudyDisplay:
         return grid
 
     def _cell(self, run: Run) -> Text:
-        if self.run and run.name == self.run.name:
-            last = self.steps[-1] if self.steps else None
+        if active := self.active.get(run.name):
+            last = active.steps[-1] if active.steps else None
             text = describe(last, self.plan.steps) if last else "starting Ray, verl and vLLM"
             return Text(text, style="bold cyan")
         if done := run.done():
@@ -113,7 +124,7 @@ class StudyDisplay:
 
     def _bar(self) -> str:
         runs = self.layout.runs(self.plan)
-        part = len(self.steps) / self.plan.steps if self.run else 0.0
+        part = sum(len(active.steps) for active in self.active.values()) / self.plan.steps
         share = min(1.0, (sum(bool(run.done() or run.failure()) for run in runs) + part) / len(runs))
         filled = round(BAR * share)
         return f"[{'#' * filled}{'.' * (BAR - filled)}] {share:.0%} of {len(runs)} runs{self._eta_text()}"
@@ -133,8 +144,17 @@ class StudyDisplay:
         left = [run for run in self.layout.runs(self.plan) if not run.done() and not run.failure()]
         mean = {arm: statistics.fmean(values) for arm, values in self.seconds.items()}
         total = sum(mean.get(run.arm, statistics.fmean(known)) for run in left)
-        spent = time.monotonic() - self._started if self.run else 0.0
-        return max(0.0, total - spent) if left else None
+        spent = sum(active.seconds() for active in self.active.values())
+        return max(0.0, total - spent) / max(1, len(self.active)) if left else None
+
+
+def summary(steps: Sequence[Step]) -> str:
+    """`reward 0.446 -> 0.549, mean |d| 0.0111`: rewards of the first and the last third."""
+    rewards = [s.reward for s in steps]
+    third = max(1, len(rewards) // 3)
+    text = f"reward {statistics.fmean(rewards[:third]):.3f} -> {statistics.fmean(rewards[-third:]):.3f}"
+    sizes = [s.d_mean for s in steps if s.d_mean is not None]
+    return text + (f", mean |d| {statistics.fmean(sizes):.4f}" if sizes else "")
 
 
 def describe(step: Step, total: int) -> str:

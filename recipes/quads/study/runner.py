@@ -1,11 +1,11 @@
-"""Trains the runs of a study, one after the other; whatever happens to one, the next one is tried."""
+"""Trains the runs of a study, one or several at a time; whatever happens to one, the next one is tried."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quads_recipe.demo import POLL_SECONDS, _write_script
@@ -50,24 +50,44 @@ class Runner:
         folder = self.layout.data
         return command.Files(self.policy, data.train_file(folder, seed), folder / data.HELDOUT)
 
-    def train(self, run: Run) -> bool:
-        """Trains one run unless it is done. True if it is done afterwards; the cause of a failure is in failed.json.
+    def train(self, runs: Sequence[Run], jobs: int = 1) -> Iterator[tuple[Run, bool]]:
+        """Trains those that are not done, at most `jobs` at a time.
 
-        Raises KeyboardInterrupt when interrupted; the trainer has been ended then.
+        Yields each run when it has ended, and whether it is done; the cause of a failure is in its failed.json. Closing
+        the generator ends the trainers that still work.
         """
-        if run.done():
-            return True
+        waiting, active = list(runs), []
+        try:
+            while waiting or active:
+                while waiting and len(active) < jobs:
+                    if (run := waiting.pop(0)).done():
+                        yield run, True
+                    else:
+                        active.append(self._start(run))
+                for attempt in [a for a in active if not a.working()]:
+                    active.remove(attempt)
+                    yield attempt.run, self._close(attempt)
+                self.display.update()
+                time.sleep(POLL_SECONDS if active else 0)
+        finally:
+            for attempt in active:
+                attempt.end()
+
+    def _start(self, run: Run) -> Attempt:
         self._prepare(run)
-        attempt = len(run.metrics_files()) + 1
-        metrics = run.folder / f"metrics-{attempt}.jsonl"
+        number = len(run.metrics_files()) + 1
+        metrics = run.folder / f"metrics-{number}.jsonl"
         metrics.touch()
         line, environment = self.build(run, metrics)
         _write_script(run.folder / "command.sh", line, environment)
         self.display.begin(run, metrics)
-        started = time.monotonic()
-        status, cause = self._watch(run, line, {**os.environ, **environment})
-        facts = {"arm": run.arm, "seed": run.seed, "attempt": attempt, "code": self.code}
-        facts["seconds"] = round(time.monotonic() - started, 1)
+        return Attempt(run, number, line, {**os.environ, **environment}, self.stall_seconds)
+
+    def _close(self, attempt: Attempt) -> bool:
+        """Keeps what a trainer left that has ended. True if the run is done."""
+        run, status, cause = attempt.run, *attempt.end()
+        facts = {"arm": run.arm, "seed": run.seed, "attempt": attempt.number, "code": self.code}
+        facts["seconds"] = round(time.monotonic() - attempt.started, 1)
         facts["date"] = time.strftime("%Y-%m-%d %H:%M")
         if status == 0:
             cause = self._finish(run)
@@ -92,29 +112,6 @@ class Runner:
         run.folder.mkdir(parents=True, exist_ok=True)
         (run.folder / "failed.json").unlink(missing_ok=True)
 
-    def _watch(self, run: Run, line: list[str], environment: dict[str, str]) -> tuple[int | None, list[str]]:
-        """(exit status, None if it had to be ended; cause of a failure in lines)"""
-        with TrainerProcess(line, environment, run.log) as trainer:
-            leftover.remember(run.folder, trainer.process.pid)
-            status = self._wait(trainer, run.log)
-        leftover.forget(run.folder)
-        if status is None:
-            return None, [f"nothing was logged for {self.stall_seconds:g} s, so it was ended", *error_lines(run.log)]
-        return status, [f"the trainer ended with status {status}", *error_lines(run.log)] if status else []
-
-    def _wait(self, trainer: TrainerProcess, log: Path) -> int | None:
-        """Exit status, or None if the log has not grown for too long."""
-        size, grown = -1, time.monotonic()
-        while (status := trainer.poll()) is None:
-            self.display.update()
-            if (now := log.stat().st_size) != size:
-                size, grown = now, time.monotonic()
-            elif time.monotonic() - grown > self.stall_seconds:
-                return None
-            time.sleep(POLL_SECONDS)
-        self.display.update()
-        return status
-
     def _finish(self, run: Run) -> list[str]:
         """Keeps the final weights, removes the checkpoints. Returns what is wrong, in lines."""
         steps = collect.steps(run.metrics_files())
@@ -127,6 +124,42 @@ class Runner:
         saved.replace(run.weights)
         shutil.rmtree(run.folder / "checkpoints")
         return []
+
+
+class Attempt:
+    """A trainer at work on a run.
+
+    Args:
+        number: of the attempt. line, environment: the command. stall_seconds: it may log nothing for so long.
+    """
+
+    def __init__(self, run: Run, number: int, line: list[str], environment: dict[str, str], stall_seconds: float):
+        self.run, self.number, self.stall_seconds = run, number, stall_seconds
+        self.started = self._grown = time.monotonic()
+        self._size, self._stalled = -1, False
+        self._trainer = TrainerProcess(line, environment, run.log)
+        leftover.remember(run.folder, self._trainer.process.pid)
+
+    def working(self) -> bool:
+        """False once it has ended, or has logged nothing for too long."""
+        if self._trainer.poll() is not None:
+            return False
+        if (size := self.run.log.stat().st_size) != self._size:
+            self._size, self._grown = size, time.monotonic()
+        self._stalled = time.monotonic() - self._grown > self.stall_seconds
+        return not self._stalled
+
+    def end(self) -> tuple[int | None, list[str]]:
+        """Ends its whole session. Returns (exit status, None if it stalled; cause of a failure in lines)."""
+        status = self._trainer.poll()
+        self._trainer.end()
+        leftover.forget(self.run.folder)
+        if self._stalled:
+            return None, [
+                f"nothing was logged for {self.stall_seconds:g} s, so it was ended",
+                *error_lines(self.run.log),
+            ]
+        return status, [f"the trainer ended with status {status}", *error_lines(self.run.log)] if status else []
 
 
 def lock(study: Path):
