@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format lock doctor kernels-report clean
+.PHONY: help venv demo test lint format lock doctor kernels-report kernels-test-gpu-pins clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-22s %s\n", $$1, $$2}' Makefile
 
 venv: $(STAMP) ## make $(VENV) and install everything that is pinned, then this package
 
@@ -49,6 +49,16 @@ doctor: venv ## is everything there, and which path would run
 
 kernels-report: venv ## what the Triton kernels compile to (needs no GPU)
 	$(BIN)/python benchmarks/compile_report.py $(ARGS)
+
+# The other Triton: a venv of its own, and a committed table of its own.
+GPU_PINS := $(VENV)/gpu-pins
+
+kernels-test-gpu-pins: ## kernel tests and report with the torch and Triton of a GPU install (needs no GPU)
+	@test -x $(GPU_PINS)/bin/python || $(PYTHON) -m venv $(GPU_PINS)
+	$(GPU_PINS)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/gpu-pins.txt
+	$(GPU_PINS)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	TRITON_INTERPRET=1 $(GPU_PINS)/bin/python -m pytest tests/test_kernel_*.py tests/test_dispatch_kernels.py
+	$(GPU_PINS)/bin/python benchmarks/compile_report.py --results benchmarks/results/triton-3.6 $(or $(ARGS),--check)
 
 clean: ## remove build leftovers and caches, not $(VENV) and not results
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

@@ -2,6 +2,7 @@
 
     python benchmarks/compile_report.py             compile, write benchmarks/results/kernels.{md,csv}
     python benchmarks/compile_report.py --check     compile, compare with the committed table, write nothing
+    ... --results benchmarks/results/triton-3.6     another folder: the table belongs to one version of Triton
 
 Checked: a variant that claims NVFP4 tensor cores has their instruction in its PTX; no local memory (spills); tensor
 memory and shared memory within the architecture's limits; no `trap` (Triton 3.6 to 3.9 compile a tile that exceeds
@@ -222,6 +223,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS + OTHER_TARGETS)
     parser.add_argument("--only", default="", help="only variants whose name contains this; writes nothing")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table is or goes")
     options = parser.parse_args(arguments)
     import triton
 
@@ -230,14 +232,14 @@ def main(arguments: list[str]) -> int:
     bad = [f"sm_{row.target} {row.kernel}: {row.problem}" for row in rows if row.problem]
     whole = tuple(options.targets) == TARGETS and not options.only
     if options.check:
-        version, committed = read_table(RESULTS / "kernels.csv")
+        version, committed = read_table(options.results / "kernels.csv")
         if version != triton.__version__:
             print(f"the committed table was made with Triton {version}, this is {triton.__version__}: install that one")
             return 2
         shown = {(row.kernel, str(row.target)) for row in rows}
         bad += differences(rows, [line for line in committed if whole or (line["kernel"], line["target"]) in shown])
     elif whole and not bad:
-        write_table(rows, triton.__version__, RESULTS)
+        write_table(rows, triton.__version__, options.results)
     else:
         print(markdown(rows, triton.__version__))
     print(*bad, sep="\n")

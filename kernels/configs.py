@@ -47,7 +47,7 @@ def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
 
 # tokens, weights, k, warps, stages. Widest first: a wide tile dequantizes its tokens for more weights.
 DECODE = {
-    "emulated_sm80": _few((16, 128, 128, 4, 3), (32, 128, 64, 8, 3), (64, 128, 64, 8, 3)),
+    "emulated_mma": _few((16, 128, 128, 4, 3), (32, 128, 64, 8, 3), (64, 128, 64, 8, 3)),
     "emulated": _few(
         (16, 256, 128, 8, 4), (16, 128, 128, 4, 4), (32, 256, 64, 8, 4), (32, 128, 128, 8, 4),
         (64, 256, 64, 8, 3), (64, 128, 128, 8, 3),
@@ -57,7 +57,7 @@ DECODE = {
 }  # fmt: skip
 # The first is the default.
 PREFILL = {
-    "emulated_sm80": (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3)),
+    "emulated_mma": (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3)),
     "emulated": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3)),
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 128, 4, 4)),
     "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
@@ -73,7 +73,8 @@ def table_name(capability: int, native: bool) -> str:
         if capability // 10 == 12:
             return "native_sm120"
         raise ValueError(f"sm_{capability} has no NVFP4 tensor core instruction; use backend emulated")
-    return "emulated_sm80" if 80 <= capability < 90 else "emulated"
+    # What has neither Hopper's nor data-center Blackwell's products keeps operands and sums in registers: less fits.
+    return "emulated_mma" if capability // 10 in (8, 12) else "emulated"
 
 
 def check_native(tile: Tile, capability: int) -> None:

@@ -1,53 +1,57 @@
-"""Runs a file of kernel tests in Triton's interpreter, inside an ordinary pytest run.
+"""Runs kernel tests in Triton's interpreter, inside an ordinary pytest run.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so one process cannot have both. A test file that says
 
     import support_interpreter
     in_interpreter = support_interpreter.fixture()
 
-has its selected tests run in ONE child pytest with TRITON_INTERPRET=1; each test here then reports its own outcome from
-there. Where the interpreter is on already (`TRITON_INTERPRET=1 pytest tests/test_kernel_rounding.py`, to debug), the
+has its selected tests run in a child pytest with TRITON_INTERPRET=1, which all such files share; it starts with the
+first of them, and goes on while other tests run here. Each test here waits for its own outcome from there.
+Where the interpreter is on already (`TRITON_INTERPRET=1 pytest tests/test_kernel_rounding.py`, to debug), the
 tests simply run. Fixtures run in both processes, so a kernel may be launched in a test only, not in a fixture.
 `QUADS_TEST_DEVICE=cuda pytest tests/test_kernel_*.py` runs the same tests, compiled, on a GPU.
 
-Another Triton, in a venv of its own: `pip install torch==2.13.0 triton==3.6.0 'numpy<2.3' pytest pytest-timeout`, this
-package with `pip install --no-deps`, then `python -m pytest tests/test_kernel_*.py`. (With a newer numpy, Triton 3.6's
-interpreter fails on loop bounds: 1-element arrays no longer convert to int.)
+`make kernels-test-gpu-pins` runs them with the Triton of a GPU install.
 """
 
+import functools
+import json
 import math
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
+import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 DEVICE = os.environ.get("QUADS_TEST_DEVICE", "cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).resolve().parent.parent
-CHILD_TIMEOUT_S = 280
+TEST_TIMEOUT_S = 240
+"""Of a test in the child; shorter than that of the test which waits for it (setup.cfg)."""
 
-Outcome = tuple[str, str]
-_outcomes: dict[Path, dict[str, Outcome]] = {}
+_child: "Child | None" = None
 
 
 def fixture():
-    """The fixture a test file assigns to a name of its own; it applies to every test of that file."""
+    """The fixture that a test file must call `in_interpreter`; it applies to every test of that file."""
 
     @pytest.fixture(autouse=True)
     def in_interpreter(request, tmp_path_factory):
+        global _child
         if INTERPRETED or DEVICE != "cpu":
             return
-        path = request.node.path
-        if path not in _outcomes:
-            selected = [item.name for item in request.session.items if item.path == path]
-            _outcomes[path] = _run_child(path, selected, tmp_path_factory.mktemp("interpreter"))
-        outcome, text = _outcomes[path].get(request.node.name, ("failure", "the child pytest did not run this test"))
+        if _child is None:
+            tests = [item.nodeid for item in request.session.items if "in_interpreter" in item.fixturenames]
+            _child = Child(tests, tmp_path_factory.mktemp("interpreter"))
+            request.config.add_cleanup(_child.stop)
+        outcome, text = _child.outcome(request.node.nodeid)
         if outcome == "skipped":
             pytest.skip(text)
         if outcome != "passed":
@@ -58,30 +62,72 @@ def fixture():
     return in_interpreter
 
 
-def _run_child(path: Path, selected: list[str], folder: Path) -> dict[str, Outcome]:
-    report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += [f"{path}::{name}" for name in selected]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    child = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False
-    )
-    if not report.exists():
-        pytest.fail(f"the child pytest gave no report:\n{child.stdout[-4000:]}{child.stderr[-4000:]}", pytrace=False)
-    return {case.get("name"): _outcome(case) for case in ET.parse(report).iter("testcase")}
+class Child:
+    """A pytest that runs tests in the interpreter, in their order."""
 
+    def __init__(self, tests: list[str], folder: Path):
+        results, self.output = folder / "outcomes.jsonl", folder / "output.txt"
+        results.touch()
+        self.results, self.rest, self.lines = results.open(), "", defaultdict(list)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+        command += ["-p", "support_outcomes", f"--outcomes={results}", *tests]
+        path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
 
-def _outcome(case: ET.Element) -> Outcome:
-    for kind in ("failure", "error", "skipped"):
-        found = case.find(kind)
-        if found is not None:
-            return kind, found.text if kind != "skipped" else found.get("message", "")
-    return "passed", ""
+    def outcome(self, test: str) -> tuple[str, str]:
+        """("passed" | "failed" | "skipped", text) of a test, as soon as it has one."""
+        while True:
+            ended = self.process.poll() is not None  # before the last look at the results
+            self._read()
+            if any(line["when"] == "teardown" for line in self.lines[test]):
+                bad = (line for line in self.lines[test] if line["outcome"] != "passed")
+                return next(((line["outcome"], line["text"]) for line in bad), ("passed", ""))
+            if ended:
+                return "failed", f"the child pytest did not run this test:\n{self.output.read_text()[-4000:]}"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.results.close()
+
+    def _read(self) -> None:
+        """Take in what is new; the last line may be half written."""
+        *whole, self.rest = (self.rest + self.results.read()).split("\n")
+        for line in map(json.loads, whole):
+            self.lines[line["test"]].append(line)
 
 
 @triton.jit
 def _fma_kernel(x, y, z, out):
     tl.store(out, tl.fma(tl.load(x), tl.load(y), tl.load(z)))
+
+
+def _patch_triton_once() -> None:
+    """Keep the interpreter from patching triton.language anew at every call of a device function, which takes half of
+    its time: not where the modules that the function sees are patched already."""
+    original = getattr(interpreter, "_patch_lang", None)
+    if original is None or not hasattr(interpreter, "_LangPatchScope"):  # another Triton: slower, that is all
+        return
+
+    @functools.cache
+    def modules(fn) -> list:
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    def patch(fn):
+        if any(tl.core.is_builtin(module.load) for module in modules(fn)):
+            return original(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch
+
+
+if INTERPRETED:
+    _patch_triton_once()
 
 
 def skip_unless_fma_is_exact() -> None:

@@ -7,6 +7,7 @@ import support_interpreter
 import torch
 from support_gemm import DEVICE, FORMS, activations, assert_product, weight, weight_values
 
+from quads_kernels import gemm
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm import w4a4_gemm
 from quads_ops import nvfp4
@@ -39,7 +40,7 @@ def multiply(a, w, form="few tokens", native=False, out_dtype=torch.float32, **o
 @forms
 @pytest.mark.parametrize(
     ("m", "n", "k", "kept"),
-    [(1, 40, 16, 1), (7, 33, 48, 2), (63, 80, 256, 8), (130, 70, 320, 7), (5, 64, 512, 0), (2, 65, 2880, 90)],
+    [(1, 40, 16, 1), (7, 33, 48, 2), (63, 80, 256, 8), (130, 33, 320, 7), (5, 64, 512, 0), (2, 24, 2880, 90)],
 )
 def test_equals_fp64_within_the_bound(native, form, m, n, k, kept, monkeypatch):
     guard = support_interpreter.GuardedOutputs(monkeypatch)
@@ -171,7 +172,7 @@ def test_wrong_options_are_named():
         multiply(a, w, bias=torch.ones(3, device=DEVICE))
 
 
-@pytest.mark.skipif(not support_interpreter.INTERPRETED, reason="about Triton's interpreter")
+@pytest.mark.skipif(DEVICE != "cpu", reason="about Triton's interpreter")
 def test_the_interpreter_still_needs_its_repair(monkeypatch):
     """When this fails, Triton decodes E4M3 scales itself: remove tests/support_dot_scaled.py."""
     from triton.runtime import interpreter
@@ -227,15 +228,22 @@ def test_summing_in_fp16_disturbs_less_than_the_outputs_rounding(form, kept):
     ],
 )
 def test_linear_adds_the_residual_of_many_tokens_first(tokens, dtype, environment, summed, monkeypatch):
-    """`w4a4_linear` chooses the form of `backends.sums_residual`, and gives that form's bits."""
+    """`w4a4_linear` multiplies in the form that `backends.sums_residual` chooses."""
     monkeypatch.setenv("QUADS_EXACT_RESIDUAL", environment)
     x, w = torch.randn(tokens, 64).to(dtype).to(DEVICE), compensated_weight(weight(24, 64), "all")
+    right, asked = gemm.w4a4_gemm, []
+
+    def spy(*args, sum_residual, **options):
+        asked.append(sum_residual)
+        return right(*args, sum_residual=sum_residual, **options)
+
+    monkeypatch.setattr(gemm, "w4a4_gemm", spy)
     chosen = w4a4_linear(x, w, backend="emulated")
-    ways = {way: w4a4_linear(x, w, sum_residual=way, backend="emulated") for way in (False, True)}
-    support_interpreter.same_bits(chosen, ways[summed])
-    assert not torch.equal(ways[True], ways[False])
-    # One BF16 unit of the largest element apart at most.
-    assert (ways[True] - ways[False]).abs().max() <= 2**-7 * ways[False].abs().max()
+    assert asked == [summed]
+    if summed:
+        exact = w4a4_linear(x, w, sum_residual=False, backend="emulated")
+        # One BF16 unit of the largest element apart at most.
+        assert 0 < (chosen - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
 def test_native_multiplies_twice():
