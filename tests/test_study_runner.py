@@ -248,6 +248,9 @@ def test_time_left_is_that_of_the_arms_own_runs(tmp_path):
     display.begin(run, run.folder / "metrics-1.jsonl")
     display.active[run.name].started -= 90
     assert display.eta() == pytest.approx(100 + 2 * 210 + 10, abs=1)
+    display.jobs = 2
+    assert display.eta() == pytest.approx((100 + 2 * 210 + 10) / 2, abs=1)
+    display.jobs = 1
     run.mark_done({"seconds": 90.0})
     display.active[run.name].steps.append(Step(1, reward=0.5))
     display.end(run, [])

@@ -123,7 +123,7 @@ def _work(prepared, jobs: int) -> int:
     from quads_recipe.study.runner import Runner, lock
 
     plan, layout = prepared.plan, prepared.layout
-    with lock(layout.study), StudyDisplay(plan, layout) as display:
+    with lock(layout.study), StudyDisplay(plan, layout, jobs=jobs) as display:
         runner = Runner(plan, layout, prepared.policy, display, code_digest(), prepared.own_data)
         try:
             failed = _train_and_evaluate(prepared, runner, display, jobs)

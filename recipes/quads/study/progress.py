@@ -38,9 +38,9 @@ class Active:
 class StudyDisplay:
     """Told of every event by the runner and the evaluation. Use as a context manager."""
 
-    def __init__(self, plan: Plan, layout: Layout, console: Console | None = None):
+    def __init__(self, plan: Plan, layout: Layout, console: Console | None = None, jobs: int = 1):
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.plan, self.layout = plan, layout
+        self.plan, self.layout, self.jobs = plan, layout, jobs
         self.active: dict[str, Active] = {}
         self.status = "preparing"
         self.seconds: dict[str, list[float]] = {}
@@ -145,7 +145,7 @@ class StudyDisplay:
         mean = {arm: statistics.fmean(values) for arm, values in self.seconds.items()}
         total = sum(mean.get(run.arm, statistics.fmean(known)) for run in left)
         spent = sum(active.seconds() for active in self.active.values())
-        return max(0.0, total - spent) / max(1, len(self.active)) if left else None
+        return max(0.0, total - spent) / min(self.jobs, len(left)) if left else None
 
 
 def summary(steps: Sequence[Step]) -> str:
