@@ -7,7 +7,7 @@ single fields override it. A wrong value raises `SettingsError` with the field, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 ACTOR_MODES = ("none", "w4a16", "w4a4")
@@ -59,6 +59,16 @@ def _number(name: str, value: Any, low: float, high: float, remedy: str) -> floa
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise SettingsError(name, value, remedy)
     return float(value)
+
+
+def _whole(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise SettingsError(name, value, f"must be a whole number, {low} or more")
+
+
+def _switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise SettingsError(name, value, "must be true or false")
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
@@ -134,12 +144,45 @@ class ProbeSettings:
     """Every how many steps it runs; 0: never."""
     sequences: int = 32
     """How many sequences of the step it looks at, at most."""
+    layers: bool = False
+    """Also measure the error of every quantized product (one more forward, product by product)."""
 
     def __post_init__(self):
-        for name, low in (("every", 0), ("sequences", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise SettingsError(f"quads.probe.{name}", value, f"must be a whole number, {low} or more")
+        _whole("quads.probe.every", self.every, 0)
+        _whole("quads.probe.sequences", self.sequences, 1)
+        _switch("quads.probe.layers", self.layers)
+        if self.layers and not self.every:
+            raise SettingsError("quads.probe.layers", True, "is part of the probe; set quads.probe.every to 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmSettings:
+    """When the log warns that rollout and actor drift apart. docs/metrics.md says why the defaults are as they are."""
+
+    enabled: bool = True
+    error: float = 1.05
+    """Factor of probability: warns while mean |d| is above log(error). 0: never."""
+    growth: float = 2.0
+    """Warns while mean |d| is above so many times what it was in the run's first steps. 0: never."""
+    kl: float = 0.01
+    """Warns while the k3 estimate of KL(rollout || actor) is above it, in nats. 0: never."""
+    baseline: int = 5
+    """How many steps the run's own baseline of mean |d| is taken from."""
+    window: int = 5
+    """How many steps a median is taken over; a single bad step warns of nothing."""
+    stuck: int = 20
+    """After how many steps a mask that still comes from the weights is worth a warning."""
+
+    def __post_init__(self):
+        prefix = "quads.alarms."
+        _switch(prefix + "enabled", self.enabled)
+        for name in ("error", "growth"):
+            value = _number(prefix + name, getattr(self, name), 0, 1000, "must be a factor above 1, or 0 for never")
+            if 0 < value <= 1:
+                raise SettingsError(prefix + name, value, "must be a factor above 1, or 0 for never")
+        _number(prefix + "kl", self.kl, 0, 100, "must be in nats, between 0 (never) and 100")
+        for name in ("baseline", "window", "stuck"):
+            _whole(prefix + name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +199,7 @@ class QuadsSettings:
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
     sync_timeout_s: float = 50.0
     """Longest wait in seconds for the rollout to take one weight bucket; after it the run ends with the cause."""
 
@@ -176,15 +220,12 @@ class QuadsSettings:
         Raises:
             SettingsError: unknown key, wrong type, or a value outside its range.
         """
-        top = _mapping(
-            "quads", block, ("arm", "targets", "exclude", "group_size", "actor", "rollout", "probe", "sync_timeout_s")
-        )
-        probe = _mapping("quads.probe", top.get("probe"), ("every", "sequences"))
-        actor = _mapping("quads.actor", top.get("actor"), ("mode",))
-        rollout = _mapping("quads.rollout", top.get("rollout"), ("mode", "residual"))
-        residual = _mapping(
-            "quads.rollout.residual", rollout.get("residual"), ("ratio", "granularity", "scope", "score", "ema")
-        )
+        top = _mapping("quads", block, _names(cls))
+        probe = _mapping("quads.probe", top.get("probe"), _names(ProbeSettings))
+        alarms = _mapping("quads.alarms", top.get("alarms"), _names(AlarmSettings))
+        actor = _mapping("quads.actor", top.get("actor"), _names(ActorSettings))
+        rollout = _mapping("quads.rollout", top.get("rollout"), _names(RolloutSettings))
+        residual = _mapping("quads.rollout.residual", rollout.get("residual"), _names(ResidualSettings))
         arm = _choice("quads.arm", top.get("arm") or "quads", tuple(ARMS))
         actor_mode, rollout_mode, ratio = ARMS[arm]
         overridden = rollout.get("mode") or rollout_mode
@@ -199,6 +240,7 @@ class QuadsSettings:
             actor=ActorSettings(mode=actor.get("mode") or actor_mode),
             rollout=RolloutSettings(mode=overridden, residual=ResidualSettings(**{"ratio": ratio, **_given(residual)})),
             probe=ProbeSettings(**_given(probe)),
+            alarms=AlarmSettings(**_given(alarms)),
             **_given({"sync_timeout_s": top.get("sync_timeout_s")}),
         )
 
@@ -220,6 +262,11 @@ class QuadsSettings:
             "exclude": block["exclude"],
             "group_size": self.group_size,
         }
+
+
+def _names(settings: type) -> tuple[str, ...]:
+    """The fields of a dataclass: the keys of its mapping."""
+    return tuple(f.name for f in fields(settings))
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,3 +51,25 @@ def test_ranks_are_merged_by_the_rule_of_the_name():
         [{"a_max": 1.0, "b_min": 1.0, "c_mean": 1.0}, None, {"a_max": 3.0, "b_min": 0.0, "c_mean": 2.0}]
     )
     assert merged == {"a_max": 3.0, "b_min": 0.0, "c_mean": 1.5}
+
+
+def test_every_metric_is_documented():
+    """docs/metrics.md lists single names; of layers it writes `quads/layers_KIND_act_error_mean`."""
+    from quads_ops.settings import QuadsSettings
+    from quads_recipe import probe_layers
+    from quads_recipe.analysis.layers import SiteErrors
+    from quads_recipe.analysis.sites import Site
+    from quads_recipe.paths import configs_dir
+
+    text = (configs_dir().parent / "docs" / "metrics.md").read_text()
+    ones = torch.ones(1, 2)
+    names = set(logprob_difference(ones, ones, ones)) | {"quads/alarms_sum", "quads/layers_seconds_max"}
+    for arm in ("quads", "naive", "fp8"):
+        rollout = QuadsSettings.from_dict({"arm": arm}).rollout
+        errors = SiteErrors(Site("m.self_attn.qkv_proj", ("w",), ("m.self_attn.qkv_proj",), 64, 48), output=1.0)
+        for table in (errors.error, errors.covered, errors.left):
+            table |= {0.0: 1.0, rollout.residual.ratio: 1.0}
+        names |= set(probe_layers.metrics({"a": errors}, rollout))
+    assert len(names) == 13
+    missing = [name for name in names if f"`{name.replace('attention_qkv', 'KIND')}`" not in text]
+    assert not missing, f"not in docs/metrics.md: {missing}"

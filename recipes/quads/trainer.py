@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf, open_dict
@@ -15,7 +17,9 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe import metrics as quads_metrics
-from quads_recipe import probe
+from quads_recipe import probe, tensorboard_layout
+from quads_recipe.alarms import Alarms
+from quads_recipe.rollout_health import RolloutDeadError, require_alive
 from quads_recipe.worker import QuadsWorker
 
 NAME = "quads_sync"
@@ -44,6 +48,7 @@ class QuadsTrainer(PPOTrainerSync):
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # what the base class and its replay buffer know this mode as
         self.settings = QuadsSettings.from_dict(OmegaConf.to_container(config.quads, resolve=True))
+        self.alarms = Alarms(self.settings)
         RolloutReplicaRegistry.register("vllm", _load_replica)
         super().__init__(config)
 
@@ -54,8 +59,50 @@ class QuadsTrainer(PPOTrainerSync):
             if worker.__ray_metadata__.class_name == stock:
                 self.role_worker_mapping[role] = ray.remote(QuadsWorker)
 
+    def _load_checkpoint(self):
+        super()._load_checkpoint()
+        if self.global_steps and self.settings.alarms.enabled:
+            trainer = self.config.trainer
+            folder = Path(trainer.default_local_dir, f"global_step_{self.global_steps}")
+            if trainer.resume_mode == "resume_path":
+                folder = Path(trainer.resume_from_path)
+            if not self.alarms.load(folder):
+                print(f"quads: {folder} has no state of the alarms; the baseline of |d| starts anew", flush=True)
+
+    def _save_checkpoint(self):
+        # Before verl's own, which ends by naming the checkpoint the latest.
+        self.alarms.save(Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
+        super()._save_checkpoint()
+
     def on_init_end(self):
         self._sync_weights()
+
+    def on_train_begin(self):
+        super().on_train_begin()
+        if writer := self._tensorboard():
+            writer.add_custom_scalars(tensorboard_layout.layout())
+        if self.settings.probe.layers and not probe.measures_layers(self.settings):
+            print("quads: probe.layers: the rollout quantizes nothing, so no layer is measured", flush=True)
+
+    def fit(self, agent_loop_manager):
+        try:
+            super().fit(agent_loop_manager)
+        except RolloutDeadError:
+            raise
+        except Exception:
+            self._require_rollout()  # a rollout that died fails in many places; then its death is the cause
+            raise
+
+    def on_sample_end(self):
+        self._require_rollout()  # verl goes on with the responses that were finished before an engine died
+        super().on_sample_end()
+
+    def on_validate_end(self):
+        self._require_rollout()
+        super().on_validate_end()
+
+    def _require_rollout(self) -> None:
+        require_alive([replica.server_handle for replica in self.llm_server_manager.get_replicas()])
 
     def on_step_end(self):
         with marked_timer("update_weights", self.timing_raw, color="red"):
@@ -91,4 +138,26 @@ class QuadsTrainer(PPOTrainerSync):
 
     def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
         dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
-        return probe.run(self.actor_rollout_wg, batch, self.settings, dp_size, self.config.actor_rollout_ref.rollout)
+        rollout = self.config.actor_rollout_ref.rollout
+        part = probe.part_of(batch, self.settings.probe.sequences, dp_size, rollout)
+        if part is None:
+            return {}
+        metrics = probe.run(self.actor_rollout_wg, part, self.settings)
+        if probe.measures_layers(self.settings):
+            writer = self._tensorboard()
+            folder = Path(writer.log_dir if writer else self.config.trainer.default_local_dir)
+            metrics |= probe.run_layers(self.actor_rollout_wg, part, self.settings, self.global_steps, folder)
+        return metrics
+
+    def _tensorboard(self):
+        """The SummaryWriter of verl's tensorboard logger, None without that logger."""
+        adapter = self.logger.logger.get("tensorboard")
+        return adapter.writer if adapter else None
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics, timing_raw, global_steps, epoch):
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        if not self.settings.alarms.enabled:
+            return
+        for line in self.alarms.step(global_steps, metrics):
+            print(f"quads: {line}", flush=True)
+        metrics["quads/alarms_sum"] = float(self.alarms.active)

@@ -12,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from quads_ops import receipt
+from quads_recipe.analysis.layers import SiteErrors
 from quads_recipe.probe import LEG_FIELD, ProbeForwards
 from quads_recipe.weight_sync import QuadsServerAdapter
 
@@ -53,6 +54,11 @@ class QuadsWorker(ActorRolloutRefWorker):
         with nullcontext() if leg == "actor" else self._probe_forwards().leg(leg):
             output = self.actor.infer_batch(data)
         return output.cpu() if output is not None else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_layers(self) -> dict[str, SiteErrors]:
+        """What the leg `layers` of the probe measured on this rank."""
+        return self._probe_forwards().take_layers()
 
     def _probe_forwards(self) -> ProbeForwards:
         if self._probe is None:

@@ -6,7 +6,7 @@ it inherits from the layers before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -64,18 +64,31 @@ class SiteErrors:
         """Share of the residual's energy that is gone after its own quantization."""
         return 1 - self.left[ratio] / self.energy if self.energy else 1.0
 
+    def add(self, other: SiteErrors) -> None:
+        """Take other tokens, or another layer of the same kind, into the sums. `site` stays."""
+        for name in ("output", "exact", "weights", "fp8", "energy", "rows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("error", "covered", "left"):
+            mine = getattr(self, name)
+            for ratio, value in getattr(other, name).items():
+                mine[ratio] = mine.get(ratio, 0.0) + value
+
 
 class LayerErrors:
     """An observer (see `emulation`) that fills `by_site`.
 
     Args:
-        residuals: ratio -> the rollout's residuals at that ratio.
+        residuals: ratio -> the rollout's residuals at that ratio; empty: activations are left as they are.
+        fp8: also what FP8 would do to each product.
+
+    Products are computed in FP32, whatever autocast the forward runs under, and differences from differences of the
+    operands, so that rounding adds nothing to small errors.
 
     Set `valid` (bool [tokens]) before each forward; padding does not count.
     """
 
-    def __init__(self, residuals: Mapping[float, Residuals]):
-        self._residuals = residuals
+    def __init__(self, residuals: Mapping[float, Residuals], *, fp8: bool = True):
+        self._residuals, self._fp8 = residuals, fp8
         self.by_site: dict[str, SiteErrors] = {}
         self.valid: torch.Tensor | None = None
 
@@ -85,15 +98,21 @@ class LayerErrors:
         if not x.shape[0]:
             return
         sums = self.by_site.setdefault(seen.site.name, SiteErrors(seen.site))
-        source, quantized = seen.weight.float(), seen.quantized.float()
-        exact, output = x @ source.t(), x @ quantized.t()
-        sums.exact += _norm(exact)
-        sums.output += _norm(output)
-        sums.weights += _norm(output - exact)
-        sums.fp8 += _norm(fp8_qdq(x, row_amax(x)) @ fp8_qdq(source, row_amax(source)).t() - exact)
-        self._activations(seen, sums, x, quantized, output)
+        with torch.autocast(x.device.type, enabled=False):
+            self._weights(seen, sums, x)
+            self._activations(seen, sums, x)
 
-    def _activations(self, seen: Product, sums: SiteErrors, x, quantized, output) -> None:
+    def _weights(self, seen: Product, sums: SiteErrors, x: torch.Tensor) -> None:
+        source, quantized = seen.weight.float(), seen.quantized.float()
+        exact, change = x @ source.t(), x @ (quantized - source).t()
+        sums.exact += _norm(exact)
+        sums.weights += _norm(change)
+        sums.output += _norm(exact + change)
+        if self._fp8:
+            sums.fp8 += _norm(fp8_qdq(x, row_amax(x)) @ fp8_qdq(source, row_amax(source)).t() - exact)
+
+    def _activations(self, seen: Product, sums: SiteErrors, x: torch.Tensor) -> None:
+        quantized = seen.quantized.float()
         # q, k and v, or gate and up, are several products of one activation, which counts once.
         first = seen.parameter == seen.site.parameters[0]
         if first:
@@ -101,26 +120,29 @@ class LayerErrors:
             sums.energy += _norm(x - nvfp4.qdq(x, token_scale(x)))
         for ratio, residuals in self._residuals.items():
             residual = for_expert(residuals[seen.site.name], seen.expert)
-            values = compensate(x, "w4a4", residual)
-            sums.error[ratio] = sums.error.get(ratio, 0.0) + _norm(values @ quantized.t() - output)
+            rest = compensate(x, "w4a4", residual) - x
+            sums.error[ratio] = sums.error.get(ratio, 0.0) + _norm(rest @ quantized.t())
             if first:
-                left = _norm(x - values)
+                left = _norm(rest)
                 sums.left[ratio] = sums.left.get(ratio, 0.0) + left
                 sums.covered[ratio] = sums.covered.get(ratio, 0.0) + _covered(x, residual, left)
 
 
 def by_kind(sites: Mapping[str, SiteErrors]) -> dict[str, SiteErrors]:
     """Kind of layer -> sums over its sites. `site` is the first of them."""
-    kinds: dict[str, SiteErrors] = {}
-    for errors in sites.values():
-        total = kinds.setdefault(errors.site.kind, SiteErrors(errors.site))
-        for name in ("output", "exact", "weights", "fp8", "energy", "rows"):
-            setattr(total, name, getattr(total, name) + getattr(errors, name))
-        for name in ("error", "covered", "left"):
-            mine = getattr(total, name)
-            for ratio, value in getattr(errors, name).items():
-                mine[ratio] = mine.get(ratio, 0.0) + value
-    return kinds
+    return _total((errors.site.kind, errors) for errors in sites.values())
+
+
+def merge(ranks: Iterable[Mapping[str, SiteErrors]]) -> dict[str, SiteErrors]:
+    """Site -> sums over ranks that saw different tokens. Every rank's may lack sites, as experts that none chose."""
+    return _total(entry for rank in ranks for entry in rank.items())
+
+
+def _total(entries: Iterable[tuple[str, SiteErrors]]) -> dict[str, SiteErrors]:
+    totals: dict[str, SiteErrors] = {}
+    for name, errors in entries:
+        totals.setdefault(name, SiteErrors(errors.site)).add(errors)
+    return totals
 
 
 def _covered(x: torch.Tensor, residual, left: float) -> float:
@@ -135,7 +157,8 @@ def _covered(x: torch.Tensor, residual, left: float) -> float:
 
 
 def _norm(x: torch.Tensor) -> float:
-    return float(x.double().square().sum())
+    """Squared norm, summed in FP64 without a copy of x in it."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _root(part: float, whole: float) -> float:
