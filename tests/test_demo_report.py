@@ -217,9 +217,10 @@ def test_progress_shows_notices_and_steps_as_they_come(tmp_path, terminal):
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write(full_line(2, 0.625) + "\n" + full_line(3, 0.7)[:30])
         with (tmp_path / "log.txt").open("a") as file:
-            file.write("quads: synced again\n")
+            file.write("quads: synced again\n(TaskRunner pid=9) quads: alarm: step 2: mean |d| is 0.06 nats\n")
         shown.update()
     text = out.getvalue()
+    assert "quads: alarm: step 2: mean |d|" in text
     assert text.count("quads: path cpu emulated") == 1 and "noise" not in text and "synced again" not in text
     assert "step 1/3  reward 0.500  |d| 0.0050 (p99 0.120)  5.0 s  10 s left" in text
     assert "step 2/3  reward 0.625" in text and "step 3/3" not in text

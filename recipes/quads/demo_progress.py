@@ -11,6 +11,7 @@ from quads_recipe.demo_report import Step, parse
 
 # What the run itself says about the path taken, the settings and the targets.
 NOTICE = "quads: "
+ALARM = "quads: alarm"
 
 
 class RunDisplay:
@@ -47,9 +48,10 @@ class RunDisplay:
             self._bar.stop()
 
     def update(self) -> None:
-        """Shows new steps and, up to the first one, what the run says about itself (later it says so at every sync)."""
+        """Shows new steps, alarms and, up to the first step, what the run says about itself (later: at every sync)."""
         for line in self._log.lines():
-            if not self.steps and line.startswith(NOTICE) and line not in self._noticed:
+            wanted = ALARM if self.steps else NOTICE
+            if line.startswith(wanted) and line not in self._noticed:
                 self._noticed.add(line)
                 self.console.print(line, markup=False)
         for step in parse(self._metrics.lines()).steps:
