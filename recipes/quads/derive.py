@@ -32,8 +32,8 @@ def prepare(config: DictConfig) -> list[str]:
     settings = QuadsSettings.from_dict(block)
     preflight.check_environment(config)
     preflight.check_config(config, settings)
-    inventory = preflight_model.inspect(config.actor_rollout_ref.model)
-    lines = _describe(settings) + preflight_model.check(config, settings, inventory)
+    model = preflight_model.build(config.actor_rollout_ref.model)
+    lines = _describe(settings) + preflight_model.check(config, settings, model)
     with open_dict(config):
         _write(config, settings)
     return lines

@@ -12,7 +12,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from quads_ops import compat
 from quads_ops.settings import QuadsSettings, SettingsError
 
-PLUGINS = {"verl.plugins": "quads", "vllm.general_plugins": "quads_nvfp4"}
+# Entry point group: our name in it, and the variable by which a user may choose among plugins.
+PLUGINS = {
+    "verl.plugins": ("quads", "VERL_USE_EXTERNAL_PLUGINS"),
+    "vllm.general_plugins": ("quads_nvfp4", "VLLM_PLUGINS"),
+}
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
 MODEL = "actor_rollout_ref.model."
@@ -21,13 +25,16 @@ MODEL = "actor_rollout_ref.model."
 def check_environment(config: DictConfig) -> None:
     """Versions, both plugins, and a device that fits `trainer.device`."""
     compat.require_supported()
-    for group, name in PLUGINS.items():
+    for group, (name, variable) in PLUGINS.items():
         if not any(entry.name == name for entry in entry_points(group=group)):
             raise SettingsError(
                 f"entry point {group}:{name}",
                 "not registered",
                 "install the package (`pip install --no-deps -e .`); a stale *.egg-info in the working folder hides it",
             )
+        chosen = os.environ.get(variable, "auto")
+        if chosen.strip().lower() != "auto" and name not in (part.strip() for part in chosen.split(",")):
+            raise SettingsError(variable, chosen, f"switches the plugin {name} off; unset it, or add {name} to it")
     platform = os.environ.get("VERL_PLATFORM", "").lower()
     device = config.trainer.device
     if device == "cpu" and platform != "cpu":
@@ -60,8 +67,48 @@ def check_config(config: DictConfig, settings: QuadsSettings) -> None:
     _expect(config, ROLLOUT + "quantization_config_file", (None,), "use the quads block instead")
     _expect(config, ACTOR + "fsdp_config.qat.enable", (False, None), "verl's own QAT can't be combined with quads")
     _expect(config, MODEL + "mtp.enable", (False, None), "multi-token prediction heads are not supported")
+    _check_engine_kwargs(config)
+    _check_parallelism(config)
     _check_quantization_only(config, settings)
     _check_files(config)
+
+
+# Options of vLLM that may not be given by themselves: quads or verl sets them, or the rollout can't serve them.
+_ENGINE_KWARGS = {
+    "worker_extension_cls": "quads brings its own, which takes the weights; remove it",
+    "quantization": "quads sets the rollout's quantization; use quads.rollout.mode",
+    "hf_overrides.quantization_config": "quads sets the rollout's quantization; use the quads block",
+    "dtype": f"it would part the rollout from the actor; use {ROLLOUT}dtype",
+    "tensor_parallel_size": f"verl counts workers by its own setting; use {ROLLOUT}tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline parallel rollouts are not supported; remove it",
+    "data_parallel_size": "verl starts as many engines as there is room for; remove it",
+    "enable_expert_parallel": f"verl overwrites it; use {ROLLOUT}expert_parallel_size",
+    "enable_eplb": "expert load balancing moves experts between syncs; remove it",
+    "speculative_config": "speculative decoding is not supported; remove it",
+}
+
+
+def _check_engine_kwargs(config: DictConfig) -> None:
+    for name, remedy in _ENGINE_KWARGS.items():
+        _expect(config, f"{ROLLOUT}engine_kwargs.vllm.{name}", (None, False), remedy)
+
+
+def _check_parallelism(config: DictConfig) -> None:
+    """Tensor parallel, with whole experts on each worker or without."""
+    tp = OmegaConf.select(config, ROLLOUT + "tensor_model_parallel_size")
+    _expect(
+        config,
+        ROLLOUT + "data_parallel_size",
+        (1,),
+        "an engine that spans data parallel ranks is not supported; set it to 1, and verl starts an engine for every "
+        f"{tp} devices",
+    )
+    _expect(
+        config,
+        ROLLOUT + "expert_parallel_size",
+        (1, tp),
+        f"must be 1 (each expert is cut over the workers) or {ROLLOUT}tensor_model_parallel_size, {tp} (whole experts)",
+    )
 
 
 def _check_quantization_only(config: DictConfig, settings: QuadsSettings) -> None:
@@ -73,13 +120,15 @@ def _check_quantization_only(config: DictConfig, settings: QuadsSettings) -> Non
     kv = ROLLOUT + "engine_kwargs.vllm.kv_cache_dtype"
     _expect(config, kv, (None, "auto", "bfloat16", "float16"), "a quantized KV cache adds its own mismatch; use auto")
     rollout = _dtype(config, ROLLOUT + "dtype", "bfloat16")
-    actor = _dtype(config, ACTOR + "fsdp_config.mixed_precision.param_dtype", "bf16")
+    compute = ACTOR + "fsdp_config.mixed_precision.param_dtype"
+    actor = _dtype(config, compute, "bf16")
+    if actor not in ("bfloat16", "float32"):
+        raise SettingsError(compute, actor, "NVFP4 weights are made from bf16 or fp32; use one of them")
     if rollout != actor:
         raise SettingsError(
             ROLLOUT + "dtype",
             OmegaConf.select(config, ROLLOUT + "dtype"),
-            f"must be the actor's compute dtype ({ACTOR}fsdp_config.mixed_precision.param_dtype, {actor}): "
-            "both sides quantize the weight as cast to it",
+            f"must be the actor's compute dtype ({compute}, {actor}): both sides quantize the weight as cast to it",
         )
 
 
