@@ -131,13 +131,14 @@ def prompts(count: int = 6, length: int = 24, seed: int = 0) -> list[list[int]]:
     return [torch.randint(6, 128, (length - i,), generator=generator).tolist() for i in range(count)]
 
 
-def __getattr__(name: str):
-    """FreshWorker: another subclass of vLLM's worker each time, for vLLM adds its extension to the class for good."""
-    if name != "FreshWorker":
-        raise AttributeError(name)
-    from vllm.v1.worker.cpu_worker import CPUWorker
+@contextmanager
+def fresh_cpu_worker():
+    """In it, the worker extensions that vLLM adds to its worker class for good go to a subclass."""
+    from vllm.v1.worker import cpu_worker
 
-    return type(name, (CPUWorker,), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_worker, "CPUWorker", type("CPUWorker", (cpu_worker.CPUWorker,), {}))
+        yield
 
 
 @contextmanager
@@ -148,9 +149,8 @@ def engine(folder: Path, options: dict | None, dtype: str = "float32", in_proces
     if options is not None:
         kwargs["hf_overrides"] = {"quantization_config": {"quant_method": "quads_nvfp4", **options}}
     settings = dict(max_model_len=128, max_num_seqs=16, enforce_eager=True, enable_prefix_caching=False, seed=0)
-    settings["worker_cls"] = f"{__name__}.FreshWorker"
     envs.disable_envs_cache()  # an engine that ran in this process before made them permanent
-    with pytest.MonkeyPatch.context() as patch:
+    with fresh_cpu_worker(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
         patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
         # What vLLM changes in a worker's process, which is the test's here.

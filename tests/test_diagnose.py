@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pandas
 import pytest
 import support_models
+import support_vllm
 import torch
 
 from quads_ops.settings import QuadsSettings
@@ -90,6 +91,12 @@ def test_a_parquet_without_prompts_names_its_columns(tmp_path):
 
 
 # --- arguments
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_cpu_worker():
+    with support_vllm.fresh_cpu_worker():
+        yield
 
 
 @pytest.fixture(scope="module")
