@@ -67,6 +67,8 @@ def check_config(config: DictConfig, settings: QuadsSettings) -> None:
     _expect(config, ROLLOUT + "quantization_config_file", (None,), "use the quads block instead")
     _expect(config, ACTOR + "fsdp_config.qat.enable", (False, None), "verl's own QAT can't be combined with quads")
     _expect(config, MODEL + "mtp.enable", (False, None), "multi-token prediction heads are not supported")
+    bypass = "verl then takes the rollout's logprobs for the actor's, and no mismatch can be seen; set it to false"
+    _expect(config, "algorithm.rollout_correction.bypass_mode", (False, None), bypass)
     _check_engine_kwargs(config)
     _check_parallelism(config)
     _check_quantization_only(config, settings)
