@@ -211,7 +211,7 @@ def markdown(rows: list[Row], version: str) -> str:
         lines += ["", f"## sm_{target}", "", "| kernel | instruction | registers | local | shared | TMEM | problem |"]
         lines += ["|---|---|---|---|---|---|---|"]
         for row in (row for row in rows if row.target == target):
-            name = row.kernel.replace(" | ", ", ")
+            name = row.kernel.replace(" | ", ", ").replace("|", "\\|")  # gate|up
             numbers = f"{row.registers} | {row.local_bytes} | {row.shared_bytes} | {row.tensor_memory}"
             lines.append(f"| {name} | {row.instruction} | {numbers} | {row.problem or '-'} |")
     return "\n".join(lines) + "\n"

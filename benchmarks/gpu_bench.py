@@ -208,7 +208,8 @@ def tune(device: torch.device, backend: str, token_counts) -> None:
         for n, k in LINEARS.values():
             weight = gpu_providers.random_weight(n, k, device=device)
             rows = activation.quantize(gpu_providers.activations(tokens, k, device), kept=k // 32)
-            options = dict(out_dtype=torch.bfloat16, native=native)
+            summed = not native and not configs.few_tokens(tokens)  # the form that is chosen there
+            options = dict(out_dtype=torch.bfloat16, native=native, sum_residual=summed)
             times = {
                 tile: time_us(lambda tile=tile: w4a4_gemm(rows, weight, tile=tile, **options))[0]  # noqa: B023
                 for tile in configs.dense_candidates(capability(device), native, tokens)
@@ -230,7 +231,8 @@ def _tune_experts(device: torch.device, native: bool, tokens: int) -> dict:
     rows = activation.quantize(gpu_providers.activations(tokens, hidden, device), kept=hidden // 32)
     ids = torch.rand(tokens, count, device=device).topk(topk).indices.int()
     weights = torch.rand(tokens, topk, device=device)
-    options = dict(native=native, out_dtype=torch.bfloat16, hidden_dtype=torch.bfloat16)
+    summed = not native and not configs.few_tokens(configs.rows_per_expert(tokens * topk, count))
+    options = dict(native=native, sum_residual=summed, out_dtype=torch.bfloat16, hidden_dtype=torch.bfloat16)
     half = moe.HiddenResidual(inner // 32)
     times = {
         tile: time_us(lambda tile=tile: moe.fused_moe(rows, w13, w2, weights, ids, hidden=half, tile=tile, **options))[

@@ -52,13 +52,16 @@ DECODE = {
         (16, 256, 128, 8, 4), (16, 128, 128, 4, 4), (32, 256, 64, 8, 4), (32, 128, 128, 8, 4),
         (64, 256, 64, 8, 3), (64, 128, 128, 8, 3),
     ),
+    # Only on demand, to compare. Triton 3.6 gives each of the 8 products in a step its own sum in tensor memory.
+    "emulated_sm100": _few((16, 128, 64, 4, 4), (32, 128, 64, 4, 3), (64, 64, 64, 4, 3)),
     "native_sm100": _few((16, 128, 128, 4, 6), (32, 128, 256, 4, 4), (64, 128, 256, 8, 3)),
     "native_sm120": _few((16, 64, 256, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
 }  # fmt: skip
 # The first is the default.
 PREFILL = {
-    "emulated_mma": (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3)),
+    "emulated_mma": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
     "emulated": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3)),
+    "emulated_sm100": (Tile(64, 64, 64, 4, 3),),
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 128, 4, 4)),
     "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
 }
@@ -73,6 +76,8 @@ def table_name(capability: int, native: bool) -> str:
         if capability // 10 == 12:
             return "native_sm120"
         raise ValueError(f"sm_{capability} has no NVFP4 tensor core instruction; use backend emulated")
+    if capability // 10 in (10, 11):
+        return "emulated_sm100"
     # What has neither Hopper's nor data-center Blackwell's products keeps operands and sums in registers: less fits.
     return "emulated_mma" if capability // 10 in (8, 12) else "emulated"
 

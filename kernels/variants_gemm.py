@@ -28,8 +28,11 @@ def variants(capability: int) -> list[Variant]:
     found = [*_dense(capability, native), *_grouped(capability, native), *_helpers(native)]
     if native:
         # Emulated on Blackwell: only when asked for, to compare.
-        few, many = _few(capability, False)[0], _many(capability, False)[0]
-        found += [_decode(few, True, False), _prefill(many, True, False), _prefill(many, True, False, summed=True)]
+        few, many = _few(capability, False), _many(capability, False)
+        found += [_decode(tile, True, False) for tile in few] + [_experts_in(tile, True, False) for tile in few + many]
+        for tile in many:
+            found += [_prefill(tile, True, False), _prefill(tile, True, False, summed=True)]
+            found += [_experts_in(tile, True, False, summed=True), _experts_out(tile, False, summed=True)]
     return found
 
 

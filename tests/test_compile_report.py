@@ -63,16 +63,18 @@ def test_violations_are_named(report, change, problem):
 
 
 def test_differences_from_the_committed_table(report, tmp_path):
-    rows = [report.Row("a", 100, True, "tcgen05 mxf4nvf4", 100, 0, 1, 256), report.Row("b", 90, False, "wgmma f16")]
+    rows = [report.Row("a", 100, True, "tcgen05 mxf4nvf4", 100, 0, 1, 256)]
+    rows.append(report.Row("b | c|d", 90, False, "wgmma f16"))
     report.write_table(rows, "3.9.0", tmp_path)
     version, lines = report.read_table(tmp_path / "kernels.csv")
     assert version == "3.9.0" and report.differences(rows, lines) == []
     # Registers may move; instruction, spills and tensor memory may not.
     changed = [replace(rows[0], registers=120), replace(rows[1], local_bytes=16)]
-    assert report.differences(changed, lines) == ["sm_90 b: local_bytes 0 -> 16"]
-    assert report.differences(rows[:1], lines) == ["sm_90 b: in the committed table only"]
+    assert report.differences(changed, lines) == ["sm_90 b | c|d: local_bytes 0 -> 16"]
+    assert report.differences(rows[:1], lines) == ["sm_90 b | c|d: in the committed table only"]
     assert report.differences([*rows, report.Row("c", 90, False)], lines) == ["sm_90 c: not in the committed table"]
     text = (tmp_path / "kernels.md").read_text()
+    assert "| b, c\\|d | wgmma f16 |" in text  # a cell of a table
     assert "## sm_100" in text and "| a | tcgen05 mxf4nvf4 | 100 | 0 | 1 | 256 | - |" in text
 
 
