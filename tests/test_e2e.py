@@ -1,13 +1,19 @@
-"""Whole runs through `python -m verl.trainer.main_ppo`, as the demo makes them. Each costs a minute of start-up."""
+"""Whole runs through `python -m verl.trainer.main_ppo`, as the demo makes them.
 
-import json
-import re
-import subprocess
-import sys
-from functools import cache
+A run takes a minute, most of it start-up in one process after the other. So there are few of them, several tests look
+at each, and two go side by side where memory allows.
+"""
+
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support_models import save_checkpoint
+from support_run import EXACT, Killed, Run, finished, quads_demo, run_and_kill
 
 from quads_ops.settings import ARMS
 
@@ -16,47 +22,84 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 MATRICES = 4 * (4 + 3 * 8)
 """Of the demo's policy: four attention matrices and three per expert in each of four layers."""
 
-
 PROBE = "quads.probe.every=3"
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SIDE_BY_SIDE_BYTES = 18 << 30
+"""Two runs take 17 GiB, one of them with two ranks."""
 
 
-class Run:
-    """The outcome of one `quads demo`."""
-
-    def __init__(self, folder: Path):
-        self.log = (folder / "log.txt").read_text()
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        self.steps = {row["step"]: row["data"] for row in rows if "critic/score/mean" in row["data"]}
-
-    def checksums(self) -> dict[int, str]:
-        """Step -> checksum of the weights that both sides held after the sync that followed it."""
-        return {int(s): c for s, c in re.findall(r"weights of step (\d+) synced .*checksum (\w+)", self.log)}
-
-    def values(self, name: str) -> list[float]:
-        return [data[name] for _, data in sorted(self.steps.items())]
+def run_quads(folder: Path) -> Run:
+    """Three steps of arm quads, with two FSDP ranks and a rollout of two workers."""
+    ranks = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    halves = [f"actor_rollout_ref.{name}_micro_batch_size_per_gpu=64" for name in ("actor.ppo", "rollout.log_prob")]
+    return finished(folder / "run", "--arm", "quads", "--steps", "3", overrides=(PROBE, *ranks, *halves))
 
 
-def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "quads_recipe.cli", "demo", "--run-dir", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=850)
+def run_naive(folder: Path) -> Killed:
+    """Three steps of arm naive on one rank; then its rollout worker is killed."""
+    arguments = ("--arm", "naive", "--steps", "100", "--set", PROBE)
+    with tempfile.TemporaryDirectory(prefix="q", dir="/tmp", ignore_cleanup_errors=True) as short:
+        return run_and_kill(folder / "run", Path(short), *arguments, after_step=3)
+
+
+def run_exact(folder: Path) -> tuple[Run, Run]:
+    """A step in FP32 whose rollout quantizes weights alone; and one from its checkpoint without fake quantization."""
+    keep = (f"trainer.default_local_dir={folder / 'checkpoints'}", "trainer.save_freq=1", "trainer.resume_mode=auto")
+    overrides = (*EXACT, *keep)
+    first = finished(folder / "first", "--arm", "qat", "--steps", "1", overrides=overrides)
+    overrides += ("quads.actor.mode=none",)
+    return first, finished(folder / "resumed", "--arm", "qat", "--steps", "2", overrides=overrides)
+
+
+def run_mixtral(folder: Path) -> Run:
+    """Two steps of arm quads with another model and another reward."""
+    policy = save_checkpoint(folder / "policy", "mixtral", **HEADS)
+    reward = f"reward.custom_reward_function.path={Path(__file__).parent / 'support_reward.py'}"
+    return finished(folder / "run", "--steps", "2", "--policy", str(policy), overrides=(reward,))
+
+
+RUNS = {"quads": run_quads, "killed": run_naive, "exact": run_exact, "mixtral": run_mixtral}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    @cache
-    def start(arm: str, steps: int, *overrides: str) -> Run:
-        folder = tmp_path_factory.mktemp(arm) / "run"
-        sets = [argument for override in overrides for argument in ("--set", override)]
-        result = demo(folder, "--arm", arm, "--steps", str(steps), *sets)
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-        return Run(folder)
+def runs(request, tmp_path_factory):
+    """Name -> future, of the runs that the selected tests need."""
+    needed = {name for item in request.session.items if item.path == request.path for name in item.fixturenames}
+    pool = ThreadPoolExecutor(2 if psutil.virtual_memory().available > SIDE_BY_SIDE_BYTES else 1)
+    try:
+        yield {name: pool.submit(run, tmp_path_factory.mktemp(name)) for name, run in RUNS.items() if name in needed}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    return start
+
+@pytest.fixture(scope="module")
+def quads(runs) -> Run:
+    return runs["quads"].result()
+
+
+@pytest.fixture(scope="module")
+def killed(runs) -> Killed:
+    return runs["killed"].result()
+
+
+@pytest.fixture(scope="module")
+def naive(killed) -> Run:
+    return killed.run
+
+
+@pytest.fixture(scope="module")
+def exact(runs) -> tuple[Run, Run]:
+    return runs["exact"].result()
+
+
+@pytest.fixture(scope="module")
+def mixtral(runs) -> Run:
+    return runs["mixtral"].result()
 
 
 @pytest.mark.parametrize("arm", ["quads", "naive"])
-def test_three_steps(run, arm):
-    outcome = run(arm, 3, PROBE)
+def test_three_steps(arm, quads, naive):
+    outcome = {"quads": quads, "naive": naive}[arm]
     assert sorted(outcome.steps) == [1, 2, 3]
     assert outcome.values("quads/receipts_equal_min") == [1.0] * 3
     assert outcome.values("quads/receipts_matrices_min") == [MATRICES] * 3
@@ -70,16 +113,16 @@ def test_three_steps(run, arm):
         assert all(ratio < share < 1 for share in covered), "a mask should cover more than its share of channels"
 
 
-def test_quads_has_a_smaller_mismatch_than_naive(run):
+def test_quads_has_a_smaller_mismatch_than_naive(quads, naive):
     """Before any difference in training can matter: the first step, from the same weights and prompts."""
-    quads, naive = run("quads", 3, PROBE), run("naive", 3, PROBE)
     for name in ("quads/logprob_abs_diff_mean", "quads/logprob_abs_diff_p99"):
         assert quads.values(name)[0] < 0.7 * naive.values(name)[0]
 
 
 @pytest.mark.parametrize("arm", ["quads", "naive"])
-def test_probe_splits_the_mismatch(run, arm):
-    step = run(arm, 3, PROBE).steps[3]
+def test_probe_splits_the_mismatch(arm, quads, naive):
+    outcome = {"quads": quads, "naive": naive}[arm]
+    step = outcome.steps[3]
     assert step["quads/probe_sum_error_max"] <= 1e-5
     assert step["quads/probe_tokens_sum"] > 300
     # The actor of arm quads multiplies with the rollout's very weights. In bf16 the engine's part is of the size of the
@@ -89,47 +132,53 @@ def test_probe_splits_the_mismatch(run, arm):
     else:
         assert step["quads/probe_weight_abs_mean"] > 1e-3
     assert step["quads/probe_act_abs_mean"] > 1e-3
-    assert "quads/probe_d_abs_mean" not in run(arm, 3, PROBE).steps[2]
+    assert "quads/probe_d_abs_mean" not in outcome.steps[2]
 
 
-def test_two_ranks_with_tensor_parallel_rollout_hold_the_same_weights(run):
-    """A matrix's global scale depends neither on the FSDP sharding nor on the rollout's."""
-    two = run(
-        "quads",
-        1,
-        "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
-    )
-    assert two.values("quads/receipts_equal_min") == [1.0]
-    assert two.checksums()[0] == run("quads", 3, PROBE).checksums()[0]
+def test_two_ranks_with_tensor_parallel_rollout_hold_the_same_weights(quads, naive):
+    """A matrix's global scale depends neither on the FSDP sharding nor on the rollout's, nor on the arm."""
+    assert quads.checksums()[0] == naive.checksums()[0]
 
 
-def test_resumed_run_continues_with_the_same_weights(run, tmp_path):
-    checkpoints = tmp_path / "checkpoints"
-    keep = (f"trainer.default_local_dir={checkpoints}", "trainer.save_freq=1", "trainer.resume_mode=auto")
-    first = run("quads", 1, *keep)
-    resumed = run("quads", 2, *keep)
+def test_a_killed_rollout_worker_ends_the_run_with_the_cause(killed):
+    assert killed.status == 1, "None: still running after a minute"
+    assert killed.seconds < 60
+    assert any("RolloutDeadError: the vLLM engine of rollout replica 0 is dead" in line for line in killed.errors)
+    assert killed.left == [], "processes that outlived their run"
+
+
+def test_the_weight_error_is_zero(exact):
+    """Without quantized activations, trainer and rollout agree; the same without fake quantization is the control."""
+    first, control = exact
+    assert first.values("quads/receipts_matrices_min") == [MATRICES]
+    [largest] = first.values("quads/logprob_abs_diff_max")
+    assert largest <= 1e-5
+    assert control.values("quads/logprob_abs_diff_max")[0] > 1e4 * largest
+
+
+def test_resumed_run_continues_with_the_same_weights(exact):
+    """Although its actor computes with other weights: a checkpoint holds nothing of the quantization."""
+    first, resumed = exact
     assert sorted(resumed.steps) == [2]
     assert resumed.checksums()[1] == first.checksums()[1]
+    assert len({*first.checksums().values(), *resumed.checksums().values()}) == 3
     assert resumed.values("quads/receipts_equal_min") == [1.0]
 
 
+def test_another_model_and_reward(mixtral):
+    """Mixtral: the checkpoint and vLLM name its experts otherwise than transformers does."""
+    assert mixtral.values("quads/receipts_matrices_min") == [2 * (4 + 3 * 4)] * 2
+    assert mixtral.values("quads/receipts_equal_min") == [1.0] * 2
+    assert all(0 < share < 1 for share in mixtral.values("quads/changed_codes_mean"))
+    assert all(0 < difference < 0.5 for difference in mixtral.values("quads/logprob_abs_diff_mean"))
+
+
 def test_broken_weights_end_the_run_with_the_cause(tmp_path):
-    """An error on the receiving side must not hang the trainer: NaN in one weight."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from quads_recipe.paths import policy_dir
-
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    for file in policy_dir("natural").iterdir():
-        (policy / file.name).write_bytes(file.read_bytes())
+    """An error on the receiving side must not hang the trainer: NaN in one weight, of a dense model."""
+    policy = save_checkpoint(tmp_path / "policy", "qwen3", **HEADS)
     weights = load_file(policy / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"][3, 5] = torch.nan
     save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
-    result = demo(tmp_path / "run", "--policy", str(policy), "--steps", "1")
+    result = quads_demo(tmp_path / "run", "--policy", str(policy), "--steps", "1")
     assert result.returncode == 1
     assert "model.layers.1.self_attn.o_proj" in result.stderr and "NaN" in result.stderr
