@@ -64,13 +64,17 @@ def test_combined_stress_is_all_of_them_and_the_later_one_counts():
     assert combine(()).overrides == () and combine(("lr3e-4", "lr1e-3")).overrides[-1].endswith("=1e-3")
 
 
-def test_estimates_match_what_the_presets_promise():
+def test_estimates_match_what_the_presets_promise(monkeypatch):
     """12 and 90 minutes, within a fifth."""
     for name, minutes in (("quick", 12), ("paper-mini", 90)):
         p = PRESETS[name]
         asked = make_plan(arms=p.arms, seeds=tuple(range(p.seeds)), steps=p.steps, heldout=p.heldout, samples=p.samples)
         assert sum(estimate.seconds(asked)) / 60 == pytest.approx(minutes, rel=0.2)
-        assert estimate.describe(asked) and not estimate.describe(dataclasses.replace(asked, overrides=("a=b",)))
+        monkeypatch.setattr(estimate, "_capability", lambda: "AVX512")
+        assert "this CPU" not in estimate.describe(asked)[0]
+        monkeypatch.setattr(estimate, "_capability", lambda: "AVX2")
+        assert "no AVX-512" in estimate.describe(asked)[0]
+        assert not estimate.describe(dataclasses.replace(asked, overrides=("a=b",)))
 
 
 # --- the plan
