@@ -100,7 +100,12 @@ def test_a_scale_that_is_not_of_this_matrix(case, monkeypatch):
 
 def test_strided_weights(monkeypatch):
     base = torch.randn(6, 40, 192).bfloat16()
-    for w in (base[::2, 3:40:2, 16:160], base[:, :7].transpose(0, 1), base[:, :32].transpose(1, 2), base[0].t()[:, 6:38]):
+    for w in (
+        base[::2, 3:40:2, 16:160],
+        base[:, :7].transpose(0, 1),
+        base[:, :32].transpose(1, 2),
+        base[0].t()[:, 6:38],
+    ):
         assert not w.is_contiguous()
         check_all(w, scale_of(w), monkeypatch)
 
