@@ -226,18 +226,18 @@ class QuadsSettings:
         actor = _mapping("quads.actor", top.get("actor"), _names(ActorSettings))
         rollout = _mapping("quads.rollout", top.get("rollout"), _names(RolloutSettings))
         residual = _mapping("quads.rollout.residual", rollout.get("residual"), _names(ResidualSettings))
-        arm = _choice("quads.arm", top.get("arm") or "quads", tuple(ARMS))
+        arm = _choice("quads.arm", _default(top.get("arm"), "quads"), tuple(ARMS))
         actor_mode, rollout_mode, ratio = ARMS[arm]
-        overridden = rollout.get("mode") or rollout_mode
+        overridden = _default(rollout.get("mode"), rollout_mode)
         if overridden != "w4a4" and residual.get("ratio") is None:
             ratio = 0.0  # the arm's ratio belongs to its own mode; an explicit one is checked below
-        targets = top.get("targets") or "all_linear" if top.get("targets") != [] else ()
+        targets = _default(top.get("targets"), "all_linear")
         return cls(
             arm=arm,
             targets=targets if isinstance(targets, str) else _patterns("quads.targets", targets),
-            exclude=_patterns("quads.exclude", top.get("exclude") or ()),
-            group_size=16 if top.get("group_size") is None else top["group_size"],
-            actor=ActorSettings(mode=actor.get("mode") or actor_mode),
+            exclude=_patterns("quads.exclude", _default(top.get("exclude"), ())),
+            group_size=_default(top.get("group_size"), 16),
+            actor=ActorSettings(mode=_default(actor.get("mode"), actor_mode)),
             rollout=RolloutSettings(mode=overridden, residual=ResidualSettings(**{"ratio": ratio, **_given(residual)})),
             probe=ProbeSettings(**_given(probe)),
             alarms=AlarmSettings(**_given(alarms)),
@@ -267,6 +267,11 @@ class QuadsSettings:
 def _names(settings: type) -> tuple[str, ...]:
     """The fields of a dataclass: the keys of its mapping."""
     return tuple(f.name for f in fields(settings))
+
+
+def _default(value: Any, default: Any) -> Any:
+    """Only None means "not given": false or an empty text is a wrong value, not a wish for the default."""
+    return default if value is None else value
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

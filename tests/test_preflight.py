@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from support_models import save_checkpoint, tiny_config
 from transformers import OlmoeConfig
 
 from quads_ops.settings import SettingsError
 from quads_recipe.derive import prepare
+from quads_recipe.hydra_callback import QuadsCallback
 
 ROOT = Path(__file__).parents[1]
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -22,7 +25,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preflight")
     data = folder / "data.parquet"
-    data.touch()
+    pandas.DataFrame({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 64}).to_parquet(data)
     return save_checkpoint(folder / "model", "qwen3_moe"), data
 
 
@@ -90,6 +93,18 @@ WRONG = {
     "vllm-quantization": (engine("quantization=fp8"), "engine_kwargs.vllm.quantization = 'fp8'"),
     "vllm-ep": (engine("enable_expert_parallel=true"), "enable_expert_parallel = True"),
     "vllm-extension": (engine("worker_extension_cls=my.Extension"), "worker_extension_cls = 'my.Extension'"),
+    "no-block": (["quads=null"], "quads = None: must be a mapping"),
+    "removed-block": (["~quads"], "quads = None: must be a mapping"),
+    "false-mode": (["quads.actor.mode=false"], "quads.actor.mode = False"),
+    "no-targets": (["quads.targets=''"], "quads.targets = ''"),
+    "tp-0": (tp(0), "tensor_model_parallel_size = 0: must be a whole number"),
+    "tp-text": (tp("x"), "tensor_model_parallel_size = 'x'"),
+    "no-kwargs": ([ROLLOUT + "engine_kwargs=null"], "engine_kwargs = None: must be a mapping"),
+    "no-vllm": ([ROLLOUT + "engine_kwargs.vllm=5"], "engine_kwargs.vllm = 5: must be a mapping"),
+    "hf-overrides": (engine("hf_overrides='{}'"), "hf_overrides = '{}': must be a mapping"),
+    "no-data": (["data.train_files=null"], "data.train_files = None: no file"),
+    "prompt-key": (["data.prompt_key=question"], "has no column question (data.prompt_key)"),
+    "batch": (["data.train_batch_size=100000"], "is no batch; lower data.train_batch_size (100000)"),
     "bypass": (["algorithm.rollout_correction.bypass_mode=true"], "rollout_correction.bypass_mode = True"),
     "trainer": (["trainer.use_v1=false"], "trainer.use_v1 = False"),
     "device": (["trainer.device=cuda"], "VERL_PLATFORM = 'cpu'"),
@@ -128,6 +143,28 @@ def test_models_that_do_not_fit_are_one_clear_error(inputs, case, monkeypatch, t
     with pytest.raises(SettingsError) as caught:
         prepare(compose_config((tmp_path, inputs[1])))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("contents", [b"", b"no parquet", b"PAR1 cut off"])
+def test_data_that_can_not_be_read_is_one_clear_error(inputs, monkeypatch, tmp_path, contents):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    (tmp_path / "t.parquet").write_bytes(contents)
+    with pytest.raises(SettingsError, match=r"data.train_files = .*t.parquet': not a parquet") as caught:
+        prepare(compose_config(inputs, f"data.train_files={tmp_path / 't.parquet'}"))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_exception_starts_a_run_without_quads(monkeypatch, capsys):
+    """Hydra turns what a callback raises into a warning, and goes on."""
+
+    def broken(config):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("quads_recipe.derive.prepare", broken)
+    with pytest.raises(SystemExit) as caught:
+        QuadsCallback().on_run_start(OmegaConf.create({}))
+    assert caught.value.code == 2
+    assert "quads: error: the configuration can't be read: ZeroDivisionError: division by" in capsys.readouterr().err
 
 
 def test_whole_experts_under_expert_parallelism(inputs, monkeypatch):

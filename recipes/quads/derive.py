@@ -9,7 +9,7 @@ import tempfile
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from quads_ops.settings import QuadsSettings
+from quads_ops.settings import QuadsSettings, SettingsError
 from quads_recipe import preflight, preflight_model, run_id
 
 ENGINE_LIB = "quads_recipe.engine"
@@ -28,8 +28,10 @@ def prepare(config: DictConfig) -> list[str]:
         quads_ops.settings.SettingsError: a wrong setting.
         quads_ops.compat.UnsupportedVersion: a package version that was not tried.
     """
-    block = OmegaConf.to_container(config.quads, resolve=True)
-    settings = QuadsSettings.from_dict(block)
+    block = OmegaConf.select(config, "quads")
+    if not isinstance(block, DictConfig):
+        raise SettingsError("quads", block, "must be a mapping (configs/quads_base.yaml); arm bf16 quantizes nothing")
+    settings = QuadsSettings.from_dict(OmegaConf.to_container(block, resolve=True))
     preflight.check_environment(config)
     preflight.check_config(config, settings)
     model = preflight_model.build(config.actor_rollout_ref.model)

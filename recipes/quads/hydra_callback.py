@@ -6,6 +6,7 @@ Hydra turns exceptions of a callback into warnings, so a wrong setting ends the 
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -29,6 +30,11 @@ class QuadsCallback(Callback):
                 print(f"quads: {line}", flush=True)
         except (SettingsError, UnsupportedVersion) as error:
             print(f"quads: error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+        except Exception as error:  # hydra would go on, and the run would start without QUADS
+            traceback.print_exc()
+            text = " ".join(str(error).split())
+            print(f"quads: error: the configuration can't be read: {type(error).__name__}: {text}", file=sys.stderr)
             raise SystemExit(2) from None
 
     on_multirun_start = on_run_start

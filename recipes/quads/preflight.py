@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -91,12 +92,21 @@ _ENGINE_KWARGS = {
 
 
 def _check_engine_kwargs(config: DictConfig) -> None:
+    for name in ("engine_kwargs", "engine_kwargs.vllm", "engine_kwargs.vllm.hf_overrides"):
+        value = OmegaConf.select(config, ROLLOUT + name)
+        if not isinstance(value, DictConfig) and (value is not None or not name.endswith("hf_overrides")):
+            raise SettingsError(ROLLOUT + name, value, "must be a mapping; leave it out, or set single keys of it")
     for name, remedy in _ENGINE_KWARGS.items():
         _expect(config, f"{ROLLOUT}engine_kwargs.vllm.{name}", (None, False), remedy)
 
 
 def _check_parallelism(config: DictConfig) -> None:
     """Tensor parallel, with whole experts on each worker or without."""
+    counts = (ROLLOUT + "tensor_model_parallel_size", ROLLOUT + "n", "trainer.n_gpus_per_node", "trainer.nnodes")
+    for name in (*counts, "data.train_batch_size", "data.max_prompt_length", "data.max_response_length"):
+        value = OmegaConf.select(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SettingsError(name, value, "must be a whole number, 1 or more")
     tp = OmegaConf.select(config, ROLLOUT + "tensor_model_parallel_size")
     _expect(
         config,
@@ -143,6 +153,33 @@ def _dtype(config: DictConfig, name: str, default: str) -> str:
 def _check_files(config: DictConfig) -> None:
     for name in ("data.train_files", "data.val_files"):
         value = OmegaConf.select(config, name)
-        for file in value if isinstance(value, list | ListConfig) else [value]:
-            if file and "://" not in str(file) and not Path(str(file)).expanduser().exists():
-                raise SettingsError(name, str(file), "no such file; give a verl parquet")
+        files = value if isinstance(value, list | ListConfig) else [value]
+        if not files or not all(isinstance(file, str) and file for file in files):
+            raise SettingsError(name, value, "no file; give a verl parquet, or a list of them")
+        local = [Path(file).expanduser() for file in files if "://" not in file]
+        rows = sum(_rows(name, file, config.data.prompt_key) for file in local)
+        if name == "data.train_files" and len(local) == len(files) and rows < config.data.train_batch_size:
+            few = f"holds {rows} rows, which is no batch; lower data.train_batch_size ({config.data.train_batch_size})"
+            raise SettingsError(name, value if isinstance(value, str) else list(files), few)
+
+
+def _rows(name: str, file: Path, prompt_key: str) -> int:
+    """Rows of a file of data; of one that is no parquet, none are counted as missing."""
+    from pyarrow import ArrowException, parquet
+
+    if not file.is_file():
+        raise SettingsError(name, str(file), "no such file; give a verl parquet")
+    if file.suffix != ".parquet":
+        return sys.maxsize
+    try:
+        metadata = parquet.read_metadata(file)
+        columns = parquet.read_schema(file).names
+    except (ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingsError(name, str(file), f"not a parquet that can be read: {reason}") from None
+    if prompt_key not in columns:
+        there = ", ".join(columns)
+        raise SettingsError(name, str(file), f"has no column {prompt_key} (data.prompt_key); it has {there}")
+    if not metadata.num_rows:
+        raise SettingsError(name, str(file), "has no rows; give one that has")
+    return metadata.num_rows
