@@ -17,6 +17,7 @@ import psutil
 from quads_recipe import demo
 from quads_recipe.demo_process import error_lines
 
+TIMEOUT_S = 1500
 PRECISION = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
 EXACT = (f"{PRECISION}=fp32", "actor_rollout_ref.rollout.dtype=float32", "quads.rollout.mode=w4a16")
 """Both sides compute in FP32, and the rollout quantizes weights alone."""
@@ -43,7 +44,14 @@ def quads_demo(folder: Path, *arguments: str, overrides: tuple[str, ...] = ()) -
     """`quads demo` in `folder`, to its end."""
     sets = [argument for override in overrides for argument in ("--set", override)]
     command = [sys.executable, "-m", "quads_recipe.cli", "demo", "--run-dir", str(folder), *arguments, *sets]
-    return subprocess.run(command, capture_output=True, text=True, timeout=850)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # not kill: it ends its trainer, which has a session of its own
+            process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
 def finished(folder: Path, *arguments: str, overrides: tuple[str, ...] = ()) -> Run:
@@ -102,7 +110,7 @@ def run_and_kill(folder: Path, temporary: Path, *arguments: str, after_step: int
         trainer.wait()
 
 
-def _wait_for(log: Path, text: str, trainer: subprocess.Popen, seconds: float = 400) -> None:
+def _wait_for(log: Path, text: str, trainer: subprocess.Popen, seconds: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + seconds
     while text not in log.read_text(errors="replace"):
         if trainer.poll() is not None or time.monotonic() > deadline:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy
 import psutil
@@ -20,7 +21,7 @@ from quads_recipe import cli, demo, demo_plot, demo_report
 from quads_recipe.demo_data import balance, write_data
 from quads_recipe.demo_process import LogTail, TrainerProcess, clean, error_lines
 from quads_recipe.demo_progress import RunDisplay
-from quads_recipe.paths import configs_dir, policy_dir
+from quads_recipe.paths import configs_dir, hydra_value, policy_dir
 from quads_recipe.policy.task import is_heldout, problems
 
 
@@ -321,6 +322,18 @@ def test_command_sets_what_hydra_knows_and_overrides_come_last(tmp_path):
     assert config.quads.arm == "naive" and config.trainer.total_training_steps == 7 and config.trainer.nnodes == 2
     assert list(config.trainer.logger) == ["console", "tensorboard", "file"]
     assert config.actor_rollout_ref.rollout.seed == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["plain-1.0", "run A", "ü", "a=b", "a,b", "(a)", "[a]", "{a}", "it's", "a#b", "a;b~c&d"]
+)
+def test_a_folder_of_any_name_reaches_the_run(name):
+    from hydra import compose, initialize_config_dir
+
+    path = Path("/data") / name / "x.parquet"
+    with initialize_config_dir(str(configs_dir()), version_base=None):
+        config = compose("quads_demo", [f"data.train_files={hydra_value(path)}"])
+    assert config.data.train_files == str(path)
 
 
 def test_prepare_writes_data_and_a_command_that_can_be_run_by_hand(tmp_path):

@@ -17,7 +17,7 @@ from support_run import EXACT, Killed, Run, finished, quads_demo, run_and_kill
 
 from quads_ops.settings import ARMS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 MATRICES = 4 * (4 + 3 * 8)
 """Of the demo's policy: four attention matrices and three per expert in each of four layers."""

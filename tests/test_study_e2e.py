@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 def test_a_study_of_one_run(tmp_path):
@@ -15,7 +15,7 @@ def test_a_study_of_one_run(tmp_path):
     command = [sys.executable, "-m", "quads_recipe.cli", "study", "--policy", "natural", "--out", str(out)]
     command += ["--arms", "quads", "--seeds", "1", "--steps", "1", "--heldout", "8", "--samples", "1"]
     command += ["--set", "quads.probe.every=1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
     run = out / "runs" / "quads-seed0"

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quads_recipe.paths import POLICIES, configs_dir, policy_dir
+from quads_recipe.paths import POLICIES, configs_dir, hydra_value, policy_dir
 
 POLL_SECONDS = 0.5
 INTERRUPTED = 130
@@ -103,17 +103,17 @@ def build_command(args: argparse.Namespace, policy: Path, run_dir: Path, files: 
     """The main_ppo command line; the caller's own overrides come last, so they win."""
     settings = {
         "quads.arm": args.arm,
-        "actor_rollout_ref.model.path": policy,
+        "actor_rollout_ref.model.path": hydra_value(policy),
         "actor_rollout_ref.rollout.seed": args.seed,
         "actor_rollout_ref.actor.data_loader_seed": args.seed,
         "actor_rollout_ref.actor.fsdp_config.seed": args.seed,
-        "data.train_files": files[0],
-        "data.val_files": files[1],
+        "data.train_files": hydra_value(files[0]),
+        "data.val_files": hydra_value(files[1]),
         "reward.custom_reward_function.path": "pkg://quads_recipe.reward",
         "trainer.total_training_steps": args.steps,
         "trainer.logger": "[console,tensorboard,file]",
-        "trainer.default_local_dir": run_dir / "checkpoints",
-        "hydra.run.dir": run_dir / "hydra",
+        "trainer.default_local_dir": hydra_value(run_dir / "checkpoints"),
+        "hydra.run.dir": hydra_value(run_dir / "hydra"),
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     command += ["--config-path", str(configs_dir()), "--config-name", "quads_demo"]

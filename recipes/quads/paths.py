@@ -1,5 +1,6 @@
 """Where the package's own data lies, in a checkout as well as in an installed package."""
 
+import re
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
@@ -27,3 +28,11 @@ def policy_dir(policy: str) -> Path:
             f"policy {policy!r}: {folder} has no config.json; use {choices} or a Hugging Face checkpoint folder"
         )
     return folder
+
+
+def hydra_value(path: Path | str) -> str:
+    """A path as the value of a hydra override. Quoted, since hydra's grammar gives a meaning to commas and brackets."""
+    text = str(path)
+    if re.fullmatch(r"[\w./:%+-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("'", r"\'") + "'"

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from quads_recipe.paths import configs_dir
+from quads_recipe.paths import configs_dir, hydra_value
 from quads_recipe.study.plan import Plan, StudyError
 
 DEMO_CONFIG = "quads_demo"
@@ -27,15 +27,15 @@ def overrides(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> l
     settings = {
         "quads.arm": arm,
         "quads.probe.every": plan.probe_every,
-        "actor_rollout_ref.model.path": files.policy,
+        "actor_rollout_ref.model.path": hydra_value(files.policy),
         "actor_rollout_ref.rollout.seed": seed,
         "actor_rollout_ref.actor.data_loader_seed": seed,
         "actor_rollout_ref.actor.fsdp_config.seed": seed,
-        "data.train_files": files.train,
-        "data.val_files": files.heldout,
+        "data.train_files": hydra_value(files.train),
+        "data.val_files": hydra_value(files.heldout),
         "trainer.total_training_steps": plan.steps,
         "trainer.logger": "[console,tensorboard,file]",
-        "trainer.default_local_dir": run_dir / "checkpoints",
+        "trainer.default_local_dir": hydra_value(run_dir / "checkpoints"),
         "trainer.experiment_name": run_dir.name,
         "trainer.save_freq": every,
         "trainer.resume_mode": "auto" if plan.save_every else "disable",
@@ -51,7 +51,7 @@ def overrides(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> l
 def command(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> list[str]:
     """The whole command line."""
     start = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-path", str(configs_dir())]
-    given = [*overrides(plan, arm, seed, files, run_dir), f"hydra.run.dir={run_dir / 'hydra'}"]
+    given = [*overrides(plan, arm, seed, files, run_dir), f"hydra.run.dir={hydra_value(run_dir / 'hydra')}"]
     return [*start, "--config-name", plan.config, *given]
 
 
