@@ -27,6 +27,7 @@ class Run:
     """What a run left in its folder."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.log = (folder / "log.txt").read_text()
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.steps = {row["step"]: row["data"] for row in rows if "critic/score/mean" in row["data"]}

@@ -4,6 +4,7 @@ A run takes a minute, most of it start-up in one process after the other. So the
 at each, and two go side by side where memory allows.
 """
 
+import csv
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +22,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 MATRICES = 4 * (4 + 3 * 8)
 """Of the demo's policy: four attention matrices and three per expert in each of four layers."""
+SITES = 4 * 4
+"""Quantized activations: of qkv, o, gate with up, and down in each layer."""
 
 PROBE = "quads.probe.every=3"
+LAYERS = (PROBE, "quads.probe.layers=true")
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SIDE_BY_SIDE_BYTES = 18 << 30
 """Two runs take 17 GiB, one of them with two ranks."""
@@ -32,7 +36,7 @@ def run_quads(folder: Path) -> Run:
     """Three steps of arm quads, with two FSDP ranks and a rollout of two workers."""
     ranks = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     halves = [f"actor_rollout_ref.{name}_micro_batch_size_per_gpu=64" for name in ("actor.ppo", "rollout.log_prob")]
-    return finished(folder / "run", "--arm", "quads", "--steps", "3", overrides=(PROBE, *ranks, *halves))
+    return finished(folder / "run", "--arm", "quads", "--steps", "3", overrides=(*LAYERS, *ranks, *halves))
 
 
 def run_naive(folder: Path) -> Killed:
@@ -133,6 +137,13 @@ def test_probe_splits_the_mismatch(arm, quads, naive):
         assert step["quads/probe_weight_abs_mean"] > 1e-3
     assert step["quads/probe_act_abs_mean"] > 1e-3
     assert "quads/probe_d_abs_mean" not in outcome.steps[2]
+
+
+def test_the_probe_measures_every_quantized_product(quads):
+    with next(quads.folder.rglob("quads_layers.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["step"] for row in rows} == {"3"} and len(rows) == len({row["site"] for row in rows}) == SITES
+    assert quads.values("quads/alarms_sum")[0] == 0
 
 
 def test_two_ranks_with_tensor_parallel_rollout_hold_the_same_weights(quads, naive):
