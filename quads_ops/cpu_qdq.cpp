@@ -226,11 +226,21 @@ inline Halves magnitudes(const bfloat16 *x) { return read<Halves>(x) & 0x7FFF; }
 inline uint32_t as_float_bits(uint32_t magnitude) { return magnitude; }
 inline uint32_t as_float_bits(uint16_t magnitude) { return uint32_t(magnitude) << 16; }
 
-// Bits of the largest magnitude. BF16 is compared as it is: its order is that of the upper halves of FP32.
-template <class In> uint32_t amax_row(const In *x, int64_t n) {
-    In tail[BLOCK] = {};
+// Bits of the largest magnitude. A plain loop: without 512-bit registers a vector of 16 is kept in memory.
+inline uint32_t amax_row(const float *x, int64_t n) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t m = read<uint32_t>(x + i) & MAGNITUDE;
+        largest = m > largest ? m : largest;
+    }
+    return largest;
+}
+
+// BF16 is compared as it is: its order is that of the upper halves of FP32.
+inline uint32_t amax_row(const bfloat16 *x, int64_t n) {
+    bfloat16 tail[BLOCK] = {};
     int64_t whole = n / BLOCK * BLOCK;
-    memcpy(tail, x + whole, (n - whole) * sizeof(In));
+    memcpy(tail, x + whole, (n - whole) * sizeof(bfloat16));
     auto largest = magnitudes(tail);
     for (int64_t i = 0; i < whole; i += BLOCK) {
         auto m = magnitudes(x + i);
