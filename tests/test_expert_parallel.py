@@ -56,7 +56,8 @@ def test_two_workers_of_whole_experts_are_like_one(monkeypatch, tmp_path):
         expected = {name: e for name, e in support.expected_receipts(model).items() if ".experts." in name}
         for report in trainer.sync(support.checkpoint(model)):
             receipt.compare(expected, report["receipt"])
-            assert report["changed_codes"] > 0.5 and report["rac"]["energy_covered"] > 0.5
+            # The masks of this first period come from the weights alone, which know nothing of the activations.
+            assert report["changed_codes"] > 0.5 and 0.3 < report["rac"]["energy_covered"] < 0.8
         assert not trainer.stuck
         name = f"{EXPERTS}.2.up_proj.weight"
         items = [(n, t.clone().fill_(torch.nan) if n == name else t) for n, t in support.checkpoint(model)]
