@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 LOOK = """
-import importlib.metadata, json, sys
+import importlib.metadata, json, re, sys
 import verl
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -22,18 +22,18 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-from verl.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
 def plain(value):
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in sorted(value.items(), key=lambda item: str(item[0]))}
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", None)
-    return f"{module}.{name}" if name else str(value)
+    return f"{module}.{name}" if name else re.sub(r" at 0x\\w+", "", str(value))
 
 
 with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", return_hydra_config=True)
+    config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm"], return_hydra_config=True)
 print(json.dumps({
     "trainers": plain(TRAINER_REGISTRY),
     "look": {
@@ -45,7 +45,6 @@ print(json.dumps({
         "engines": plain(EngineRegistry._engines),
         "rollouts": plain(_ROLLOUT_REGISTRY),
         "replicas": plain(RolloutReplicaRegistry._registry),
-        "replica": plain(get_rollout_replica_class(config.actor_rollout_ref.rollout.name)),
         "platforms": plain(PlatformRegistry.registered_names()),
         "platform": type(get_platform()).__name__,
         "process group": plain(distributed.initialize_global_process_group_ray),

@@ -20,9 +20,15 @@ from quads_recipe import metrics as quads_metrics
 from quads_recipe import probe, tensorboard_layout
 from quads_recipe.alarms import Alarms
 from quads_recipe.rollout_health import RolloutDeadError, require_alive
-from quads_recipe.worker import QuadsWorker
 
 NAME = "quads_sync"
+
+
+# Both need vLLM, and this module is imported wherever verl's trainers are, with or without a use for QUADS.
+def _load_worker():
+    from quads_recipe.worker import QuadsWorker
+
+    return QuadsWorker
 
 
 def _load_replica():
@@ -57,7 +63,7 @@ class QuadsTrainer(PPOTrainerSync):
         stock = ray.remote(ActorRolloutRefWorker).__ray_metadata__.class_name
         for role, worker in self.role_worker_mapping.items():
             if worker.__ray_metadata__.class_name == stock:
-                self.role_worker_mapping[role] = ray.remote(QuadsWorker)
+                self.role_worker_mapping[role] = ray.remote(_load_worker())
 
     def _load_checkpoint(self):
         super()._load_checkpoint()
