@@ -40,7 +40,7 @@ print(json.dumps({
         "config": OmegaConf.to_yaml({key: value for key, value in config.items() if key != "hydra"}, resolve=True),
         "callbacks": plain(dict(config.hydra.callbacks)),
         "trainer": plain(get_trainer_cls(config.trainer.v1.trainer_mode)),
-        "task runner": plain(main_ppo.TaskRunnerV1),
+        "task runner": plain(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class),
         "worker": plain(engine_workers.ActorRolloutRefWorker),
         "engines": plain(EngineRegistry._engines),
         "rollouts": plain(_ROLLOUT_REGISTRY),
