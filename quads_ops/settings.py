@@ -114,9 +114,12 @@ class RolloutSettings:
     mode: str = "w4a4"
     """`bf16`: not quantized. `fp8`: W8A8 (E4M3). `w4a16`: NVFP4 weights. `w4a4`: NVFP4 weights and activations."""
     residual: ResidualSettings = field(default_factory=ResidualSettings)
+    warmup: int = 32
+    """Training prompts that the first step's masks are chosen from; 0: they come from the weights alone."""
 
     def __post_init__(self):
         _choice("quads.rollout.mode", self.mode, ROLLOUT_MODES)
+        _whole("quads.rollout.warmup", self.warmup, 0)
         if self.residual.ratio > 0 and self.mode != "w4a4":
             raise SettingsError(
                 "quads.rollout.residual.ratio",
@@ -238,7 +241,11 @@ class QuadsSettings:
             exclude=_patterns("quads.exclude", _default(top.get("exclude"), ())),
             group_size=_default(top.get("group_size"), 16),
             actor=ActorSettings(mode=_default(actor.get("mode"), actor_mode)),
-            rollout=RolloutSettings(mode=overridden, residual=ResidualSettings(**{"ratio": ratio, **_given(residual)})),
+            rollout=RolloutSettings(
+                mode=overridden,
+                residual=ResidualSettings(**{"ratio": ratio, **_given(residual)}),
+                **_given({"warmup": rollout.get("warmup")}),
+            ),
             probe=ProbeSettings(**_given(probe)),
             alarms=AlarmSettings(**_given(alarms)),
             **_given({"sync_timeout_s": top.get("sync_timeout_s")}),

@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe import metrics as quads_metrics
-from quads_recipe import probe, tensorboard_layout
+from quads_recipe import mask_warmup, probe, tensorboard_layout
 from quads_recipe.alarms import Alarms
 from quads_recipe.rollout_health import RolloutDeadError, require_alive
 
@@ -82,6 +82,21 @@ class QuadsTrainer(PPOTrainerSync):
 
     def on_init_end(self):
         self._sync_weights()
+        if mask_warmup.wanted(self.settings):
+            self._choose_first_masks()
+
+    def _choose_first_masks(self) -> None:
+        data, count = self.config.data, self.settings.rollout.warmup
+        options = OmegaConf.to_container(OmegaConf.create(data.get("apply_chat_template_kwargs") or {}), resolve=True)
+        prompts = mask_warmup.training_prompts(
+            self.train_dataset, count, data.max_prompt_length, self.tokenizer, options
+        )
+        try:
+            mask_warmup.warm_up(self._servers(), prompts, data.max_response_length)
+        except Exception:
+            self._require_rollout()
+            raise
+        print(f"quads: residual masks chosen from {len(prompts)} training prompts before the first step", flush=True)
 
     def on_train_begin(self):
         super().on_train_begin()
@@ -108,7 +123,10 @@ class QuadsTrainer(PPOTrainerSync):
         super().on_validate_end()
 
     def _require_rollout(self) -> None:
-        require_alive([replica.server_handle for replica in self.llm_server_manager.get_replicas()])
+        require_alive(self._servers())
+
+    def _servers(self) -> list:
+        return [replica.server_handle for replica in self.llm_server_manager.get_replicas()]
 
     def on_step_end(self):
         with marked_timer("update_weights", self.timing_raw, color="red"):
