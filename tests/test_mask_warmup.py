@@ -53,5 +53,7 @@ def test_fewer_prompts_than_asked_for(tokenizer):
 def test_long_prompts_are_left_out(tokenizer):
     longest = len(training_prompts(dataset(["1"]), 1, 1000, tokenizer, {})[0])
     assert len(training_prompts(dataset(["1", "1 + 1 + 1 + 1"]), 2, longest, tokenizer, {})) == 1
-    with pytest.raises(WarmupError, match=rf"data.max_prompt_length = {longest - 1}: none of 2 .* has {longest} tokens"):
+    with pytest.raises(
+        WarmupError, match=rf"data.max_prompt_length = {longest - 1}: none of 2 .* has {longest} tokens"
+    ):
         training_prompts(dataset(["1", "1 + 1"]), 2, longest - 1, tokenizer, {})

@@ -66,7 +66,11 @@ def warm_up(servers: Sequence[ActorHandle], prompts: list[list[int]], response_l
     """
     sampling = {"temperature": 0.0, "max_tokens": min(response_length, _RESPONSE_TOKENS)}
     ray.get(
-        [server.generate.remote(ids, dict(sampling), f"warmup-{uuid.uuid4().hex}") for server in servers for ids in prompts]
+        [
+            server.generate.remote(ids, dict(sampling), f"warmup-{uuid.uuid4().hex}")
+            for server in servers
+            for ids in prompts
+        ]
     )
     ray.get([server.collective_rpc.remote("quads_refresh_masks") for server in servers])
     ray.get([server.clear_kv_cache.remote() for server in servers])

@@ -16,8 +16,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from quads_ops.settings import QuadsSettings
-from quads_recipe import metrics as quads_metrics
 from quads_recipe import mask_warmup, probe, tensorboard_layout
+from quads_recipe import metrics as quads_metrics
 from quads_recipe.alarms import Alarms
 from quads_recipe.rollout_health import RolloutDeadError, require_alive
 
