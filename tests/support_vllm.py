@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -168,6 +169,40 @@ def engine(folder: Path, options: dict | None, dtype: str = "float32", in_proces
                 from vllm.distributed import cleanup_dist_env_and_memory
 
                 cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def model_loader():
+    """load(folder, mode, **arguments of vLLM's engine): vLLM's model, loaded by vLLM, without the rest of an engine."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    settings = dict(max_model_len=128, enforce_eager=True, skip_tokenizer_init=True, dtype="float32")
+
+    def load(folder: Path, mode: str, **kwargs):
+        options = {"quantization_config": {"quant_method": "quads_nvfp4", "mode": mode}}
+        arguments = EngineArgs(model=str(folder), hf_overrides=options, **{**settings, **kwargs})
+        config = arguments.create_engine_config()
+        with set_current_vllm_config(config):
+            if not torch.distributed.is_initialized():
+                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{_free_port()}", 0, "gloo")
+                initialize_model_parallel(1, 1)
+            return get_model(vllm_config=config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", torch.set_num_threads)
+        try:
+            yield load
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def model_runner(llm):

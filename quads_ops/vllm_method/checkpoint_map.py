@@ -1,6 +1,6 @@
 """Which checkpoint weights a vLLM model needs, by canonical name, with the shape of the whole tensor.
 
-Asked while the model is in its load format (`initialize_layerwise_reload` put it there).
+Asked while the model is in its load format: new, or put back by `initialize_layerwise_reload`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ class Wanted:
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    parameter: str
+    """vLLM's name of the parameter that it becomes, or becomes a part of."""
+    module: str
+    """Canonical name of the parameter's layer."""
+    quantized: bool = False
+    """Of a layer that is quantized as soon as enough elements were loaded."""
     elsewhere: bool = False
     """An expert of another worker (expert parallelism)."""
 
@@ -48,8 +54,14 @@ def wanted_weights(model: torch.nn.Module, table: names.NameTable) -> dict[str, 
         if tied and path == _HEAD:
             continue
         for parameter, tensor in module.named_parameters(recurse=False):
+            whose = dict(
+                dtype=tensor.dtype,
+                parameter=f"{path}.{parameter}",
+                module=table.canonical(getattr(module, "layer_name", path)),
+                quantized=hasattr(module, "quads_projections"),
+            )
             for name, shape in _of_parameter(path, module, parameter, tensor, table):
-                wanted[table.canonical(name)] = Wanted(shape, tensor.dtype)
+                wanted[table.canonical(name)] = Wanted(shape, **whose)
         if isinstance(module, RoutedExperts):
             for matrix in _matrices_elsewhere(module, table):
                 wanted[matrix] = replace(wanted[matrix], elsewhere=True)

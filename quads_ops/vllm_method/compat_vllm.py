@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_online_processing,
 )
+from vllm.model_executor.model_loader.utils import get_model_architecture
 
 __all__ = [
     "RoutedExperts",
@@ -26,6 +27,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "abort_layerwise_reload",
     "finalize_layerwise_reload",
+    "get_model_architecture",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "initialize_layerwise_reload",

@@ -19,7 +19,7 @@ from quads_ops import compat, dispatch
 from quads_ops.matrix_plan import quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
-from quads_ops.vllm_method import names
+from quads_ops.vllm_method import first_load, names
 from quads_ops.vllm_method.compat_vllm import RoutedExperts
 from quads_ops.vllm_method.linear import QuadsLinearMethod
 from quads_ops.vllm_method.moe import QuadsMoEMethod
@@ -130,6 +130,7 @@ class QuadsNvfp4Config(QuantizationConfig):
     def _start(self, vllm_config: VllmConfig) -> None:
         _check_engine(vllm_config)
         self._table = names.table_for(vllm_config.model_config.hf_config.model_type)
+        first_load.check_when_built(vllm_config, self._table)
         logger.info_once("quads_nvfp4: %s", self.describe())
 
     def describe(self) -> str:

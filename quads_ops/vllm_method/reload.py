@@ -20,12 +20,10 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from quads_ops import receipt
-from quads_ops.vllm_method import checkpoint_map, compat_vllm, names, source_amax
+from quads_ops.vllm_method import checkpoint_map, compat_vllm, first_load, names, source_amax
 from quads_ops.vllm_method.compensation import RollReport
 from quads_ops.vllm_method.cpu_reload import fresh_cpu_moe_kernels, repack_tied_head
 from quads_ops.vllm_method.projection import Projection, projections
-
-_SHOWN = 8
 
 
 class WeightUpdateError(RuntimeError):
@@ -69,6 +67,7 @@ class WeightUpdate:
         self._stack.enter_context(fresh_cpu_moe_kernels(self.model))
         self._loads = {p: p.loads for p in projections(self.model)}
         self._owner = {shard.name: p for p in self._loads for shard in p.shards}
+        first_load.leave_unchecked(self.model)
         compat_vllm.initialize_layerwise_reload(self.model)
         self._wanted = checkpoint_map.wanted_weights(self.model, self.table)
 
@@ -92,7 +91,7 @@ class WeightUpdate:
         """
         missing = sorted(self._wanted.keys() - self._seen)
         if missing:
-            raise WeightUpdateError(f"the weight stream ended without {_listing(missing)}")
+            raise WeightUpdateError(f"the weight stream ended without {first_load.listing(missing)}")
         compat_vllm.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
         if self._tied:
             repack_tied_head(self.model)
@@ -207,8 +206,3 @@ def _allow_running(model: torch.nn.Module) -> None:
     handle = model.__dict__.pop("_quads_refusal", None)
     if handle is not None:
         handle.remove()
-
-
-def _listing(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{', '.join(items[:_SHOWN])}{more}"
