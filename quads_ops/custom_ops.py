@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from quads_ops import packed_activation, residual, weights
+from quads_ops import arguments, packed_activation, residual, weights
 from quads_ops.formats import BLOCK_SIZE
 from quads_ops.packed_activation import ExpertRows
 from quads_ops.residual_layout import ResidualForm
@@ -20,6 +20,7 @@ STATISTICS_SLOTS, EXPERT_SLOTS = 512, 4
 
 @torch.library.custom_op("quads::fake_quantize_weight", mutates_args=())
 def fake_quantize_weight(w: torch.Tensor, g: torch.Tensor, backend: str) -> torch.Tensor:
+    arguments.scale_values("fake_quantize_weight", g)
     if backend == "torch":
         return weights.fake_quantize_weight(w, g)
     from quads_kernels import weight_qdq
@@ -34,6 +35,7 @@ def _(w, g, backend):
 
 @torch.library.custom_op("quads::quantize_weight", mutates_args=())
 def quantize_weight(w: torch.Tensor, g: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments.scale_values("quantize_weight", g)
     if backend == "torch":
         packed = weights.quantize_weight(w, g)
         return packed.packed, packed.block_scales
@@ -51,6 +53,7 @@ def _(w, g, backend):
 def dequantize_weight(
     packed: torch.Tensor, block_scales: torch.Tensor, g: torch.Tensor, dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
+    arguments.scale_values("dequantize_weight", g)
     if backend == "torch":
         return weights.dequantize_weight(weights.PackedWeight(packed, block_scales, g)).to(dtype)
     from quads_kernels import weight_qdq

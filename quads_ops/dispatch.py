@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quads_ops import custom_ops
+from quads_ops import arguments, custom_ops
 from quads_ops.backends import BACKENDS, GEMM, can_run, choose, describe, set_backend, sums_residual
 from quads_ops.formats import BLOCK_SIZE
 from quads_ops.packed_activation import ExpertRows, PackedActivation
@@ -38,21 +38,30 @@ __all__ = [
 def fake_quantize_weight(w: torch.Tensor, g: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """Quantize and dequantize each matrix with its scale, rounded once to the dtype of w.
 
-    w: [..., N, K] in compute dtype. g: FP32 [...]. backend: see `quads_ops.backends.choose`.
-    Raises ValueError where K is not a multiple of 16, the shape of g is not w.shape[:-2], or the backend cannot run.
+    w: [..., N, K], FP32, FP16 or BF16. g: FP32 [...], positive. backend: see `quads_ops.backends.choose`.
+    Raises TypeError where one is no tensor, ValueError on a wrong dtype or device, where K is not a multiple of 16 or
+    the shape of g not w.shape[:-2], where g on a CPU is not positive or infinite (NaN makes every value NaN), or the
+    backend cannot run.
     """
+    arguments.weight_and_scale("fake_quantize_weight", w, g)
     return custom_ops.fake_quantize_weight(w, g, _for(w, "fake_quantize_weight", backend))
 
 
 def quantize_weight(w: torch.Tensor, g: torch.Tensor, *, backend: str | None = None) -> PackedWeight:
     """Packed codes and block scales. Arguments and errors as for `fake_quantize_weight`."""
+    arguments.weight_and_scale("quantize_weight", w, g)
     return PackedWeight(*custom_ops.quantize_weight(w, g, _for(w, "quantize_weight", backend)), g)
 
 
 def dequantize_weight(
     weight: PackedWeight, dtype: torch.dtype = torch.float32, *, backend: str | None = None
 ) -> torch.Tensor:
-    """(e2m1 * s8) * g as [..., N, K], rounded once to dtype."""
+    """(e2m1 * s8) * g as [..., N, K], rounded once to dtype (FP32, FP16 or BF16).
+
+    Raises TypeError or ValueError on a wrong argument.
+    """
+    arguments.packed_weight("dequantize_weight", weight)
+    arguments.out_dtype("dequantize_weight", dtype, "dtype")
     backend = choose("dequantize_weight", weight.packed.device, dtype, 2 * weight.packed.shape[-1], backend=backend)
     return custom_ops.dequantize_weight(*weight, dtype, backend)
 
@@ -62,8 +71,11 @@ def compensate(
 ) -> torch.Tensor:
     """Xq + Rq as FP32 [M, K], for an ordinary GEMM. See `quads_ops.residual.compensate`, mode w4a4.
 
-    stats: FP32 [K/16] or [K]; the sum over tokens of r^2, before the mask, is added in place.
+    x: FP32, FP16 or BF16. stats: FP32 [K/16] or [K]; the sum over tokens of r^2, before the mask, is added in place.
+    Raises TypeError or ValueError on a wrong argument.
     """
+    arguments.activation("compensate", x)
+    arguments.statistics("compensate", stats, x.shape[-1], (), x.device)
     keep, ratio, granularity = None, 0.0, ""
     if isinstance(residual, ResidualMask):
         keep = residual.flags
@@ -83,7 +95,13 @@ def compensate_grouped(
     stats: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Xq + Rq of rows sorted by group, each with its own mask: FP32 [M, K]. See `quads_ops.residual`."""
+    """Xq + Rq of rows sorted by group, each with its own mask: FP32 [M, K]. See `quads_ops.residual`.
+
+    Raises TypeError or ValueError on a wrong argument.
+    """
+    arguments.activation("compensate_grouped", x)
+    arguments.tensor("compensate_grouped: keep", keep, torch.bool, device=x.device)
+    arguments.statistics("compensate_grouped", stats, x.shape[-1], (len(counts),), x.device)
     backend = choose("compensate", x.device, x.dtype, x.shape[-1], backend=backend)
     return custom_ops.compensate_grouped(x, counts, keep, stats, backend)
 
@@ -105,9 +123,15 @@ def quantize_activation(
     experts: rows by expert (the input of the down projection). Rows of no expert are undefined.
     stats: FP32, from `new_statistics`: [SLOTS, K/16] or [SLOTS, K], or [SLOTS, E, ...]; sum r^2 is added, in the order
         of x, spread over the lines.
-    Raises ValueError on a wrong dtype, device or shape, or where the backend cannot run.
+    Raises TypeError where an argument is no tensor or no form, ValueError on a wrong dtype, device or shape, or where
+    the backend cannot run.
     """
+    arguments.activation("quantize_activation", x)
     k = x.shape[-1] // 2 if swiglu else x.shape[-1]
+    count = _number_of_experts(experts, x)
+    lead = (None,) if count is None else (None, count)
+    arguments.residual_form("quantize_activation", form, k, count, x.device)
+    arguments.statistics("quantize_activation", stats, k, lead, x.device)
     backend = choose("quantize_activation", x.device, x.dtype, k, backend=backend)
     offsets, members = (None, None) if experts is None else experts
     g, packed, scales, packed_r, scales_r = custom_ops.quantize_activation(
@@ -133,6 +157,15 @@ def new_statistics(k: int, granularity: str, device: torch.device, experts: int 
 def choose_gemm(x: torch.Tensor, n: int, backend: str | None = None) -> str:
     """The backend of a W4A4 product of activations x [M, K] with a weight of n rows; see `backends.choose`."""
     return choose(GEMM, x.device, x.dtype, x.shape[-1], backend=backend)
+
+
+def _number_of_experts(experts: ExpertRows | None, x: torch.Tensor) -> int | None:
+    if experts is None:
+        return None
+    arguments.tensor("quantize_activation: experts.offsets", experts.offsets, torch.int32, (None,), x.device)
+    if experts.members is not None:
+        arguments.tensor("quantize_activation: experts.members", experts.members, torch.int32, (None,), x.device)
+    return experts.offsets.shape[0] - 1
 
 
 def _for(w: torch.Tensor, op: str, backend: str | None) -> str:

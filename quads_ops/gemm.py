@@ -12,7 +12,7 @@ residual of many tokens on "emulated" (`quads_ops.backends.sums_residual`). See 
 
 import torch
 
-from quads_ops import dispatch, moe_reference, nvfp4
+from quads_ops import arguments, dispatch, moe_reference, nvfp4
 from quads_ops.residual import compensate
 from quads_ops.residual_layout import (
     CompensatedWeight,
@@ -55,10 +55,17 @@ def w4a4_linear(
     sum_residual: add activation and residual in FP16 and multiply once (backend emulated only), or, False, multiply
         twice, which is exact; None: what `quads_ops.backends.sums_residual` chooses.
     backend: "torch", "emulated" or "native"; None: what `quads_ops.dispatch` chooses.
-    Raises ValueError on a wrong argument or where the backend cannot run here.
+    Raises TypeError or ValueError on a wrong argument, ValueError where the backend cannot run here.
     """
+    arguments.tensor("w4a4_linear: x", x, arguments.FLOATS)
+    n, k = arguments.compensated_weight("w4a4_linear", "weight", weight, 2, x.device)
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x
+    arguments.activation("w4a4_linear", rows, k)
+    if bias is not None:
+        arguments.tensor("w4a4_linear: bias", bias, arguments.FLOATS, (n,), x.device)
+    arguments.statistics("w4a4_linear", stats, k, (None,), x.device)
+    arguments.out_dtype("w4a4_linear", out_dtype or x.dtype)
     form, packed = weight.form, weight.weight
-    rows = x.reshape(-1, x.shape[-1])
     backend = dispatch.choose_gemm(rows, packed.packed.shape[-2], backend)
     y = _linear(
         rows, *packed, form.order, form.keep, stats, bias, form.kept, out_dtype or x.dtype, sum_residual, backend,
@@ -89,9 +96,11 @@ def w4a4_moe(
         experts]: the local number, -1 for another rank's) global ones. The result is this rank's share of the sum.
     stats13: FP32 [SLOTS, H/16] or [SLOTS, H]. stats2: FP32 [SLOTS, E, I/16] or [SLOTS, E, I]. As in `w4a4_linear`.
     out_dtype, sum_residual, backend: as in `w4a4_linear`.
-    Raises ValueError on a wrong argument or where the backend cannot run here.
+    Raises TypeError or ValueError on a wrong argument, ValueError where the backend cannot run here. Whether topk_ids
+    are experts that exist is checked on a CPU only.
     """
-    _check_order13(w13.form)
+    _check_moe(x, w13, w2, topk_weights, topk_ids, expert_map, stats13, stats2)
+    arguments.out_dtype("w4a4_moe", out_dtype or x.dtype)
     backend = dispatch.choose_gemm(x, w13.weight.packed.shape[-2], backend)
     return _moe(
         x, *w13.weight, *w2.weight, topk_weights, topk_ids, expert_map, w13.form.order, w13.form.keep, stats13,
@@ -175,6 +184,7 @@ def _moe(
     sum_residual: bool | None,
     backend: str,
 ) -> torch.Tensor:
+    _check_ids(topk_ids, len(packed13), expert_map)
     w13 = PackedWeight(packed13, block_scales13, global_scale_dec13)
     w2 = PackedWeight(packed2, block_scales2, global_scale_dec2)
     size = topk_ids.numel(), len(packed13)
@@ -207,6 +217,32 @@ def _per_expert(line: torch.Tensor | None, experts: int) -> torch.Tensor | None:
     return line if line is None or line.dim() == 2 else line.expand(experts, -1)
 
 
-def _check_order13(form: ResidualForm) -> None:
-    if any(line is not None and line.dim() != 1 for line in (form.order, form.keep)):
+def _check_moe(x, w13, w2, topk_weights, topk_ids, expert_map, stats13, stats2) -> None:
+    op = "w4a4_moe"
+    arguments.activation(op, x)
+    device = x.device
+    experts, rows, hidden = arguments.compensated_weight(op, "w13", w13, 3, device)
+    experts2, out, inner = arguments.compensated_weight(op, "w2", w2, 3, device)
+    if (experts2, out, 2 * inner) != (experts, hidden, rows):
+        raise ValueError(
+            f"{op}: w13 [E, 2I, H] = {[experts, rows, hidden]} and w2 [E, H, I] = {[experts2, out, inner]} do not "
+            "belong together"
+        )
+    arguments.activation(op, x, hidden)
+    if any(line is not None and line.dim() != 1 for line in (w13.form.order, w13.form.keep)):
         raise ValueError("w13 needs one residual form for all experts: its input is quantized once per token, not pair")
+    arguments.tensor(f"{op}: topk_ids", topk_ids, arguments.INTEGERS, (x.shape[0], None), device)
+    arguments.tensor(f"{op}: topk_weights", topk_weights, torch.float32, topk_ids.shape, device)
+    if expert_map is not None:
+        arguments.tensor(f"{op}: expert_map", expert_map, arguments.INTEGERS, (None,), device)
+    arguments.statistics(f"{op} (stats13)", stats13, hidden, (None,), device)
+    arguments.statistics(f"{op} (stats2)", stats2, inner, (None, experts), device)
+
+
+def _check_ids(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
+    """Raise ValueError on an expert that does not exist, which would count for nothing. Negative ids are padding."""
+    if topk_ids.device.type != "cpu" or not topk_ids.numel():
+        return
+    count, largest = experts if expert_map is None else len(expert_map), int(topk_ids.max())
+    if largest >= count:
+        raise ValueError(f"w4a4_moe: topk_ids holds expert {largest}; there are {count}, numbered from 0")

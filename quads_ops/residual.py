@@ -10,6 +10,7 @@ syncs (`ResidualMask`), or anew for each token (`TokenMask`). It selects blocks 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -32,6 +33,8 @@ class ResidualMask:
     def __post_init__(self):
         if (self.blocks is None) == (self.channels is None):
             raise ValueError("ResidualMask: set either blocks (bool [K/16]) or channels (bool [K]), not both or none")
+        if not isinstance(self.flags, torch.Tensor):
+            raise TypeError(f"ResidualMask.{self.granularity}s must be a torch.Tensor, got {type(self.flags).__name__}")
         if self.flags.dtype != torch.bool or self.flags.dim() != 1:
             raise ValueError(
                 f"ResidualMask.{self.granularity}s must be a 1-D bool tensor, got {self.flags.dtype} of shape "
@@ -113,7 +116,12 @@ def compensate_grouped(
     """
     _check_tokens(x)
     k = x.shape[-1]
-    if keep.dtype != torch.bool or keep.shape[0] != len(counts) or keep.shape[1:] not in ((k,), (k // BLOCK_SIZE,)):
+    if (
+        keep.dtype != torch.bool
+        or not keep.dim()
+        or keep.shape[0] != len(counts)
+        or keep.shape[1:] not in ((k,), (k // BLOCK_SIZE,))
+    ):
         raise ValueError(
             f"the masks of {len(counts)} groups with K={k} are bool [{len(counts)}, {k // BLOCK_SIZE}] or "
             f"[{len(counts)}, {k}]; got {keep.dtype} {tuple(keep.shape)}"
@@ -159,10 +167,16 @@ def residual_statistics(x: torch.Tensor, granularity: str = "block") -> torch.Te
 def select_mask(score: torch.Tensor, ratio: float, granularity: str = "block") -> ResidualMask:
     """The round(ratio * n) entries of largest score (at least one if ratio > 0); ties go to the lower index.
 
-    score: [n] with n = K/16 ("block") or K ("channel"), finite. Raises ValueError on a bad ratio or score.
+    score: [n] with n = K/16 ("block") or K ("channel"), finite. Raises TypeError where the score is no tensor or the
+    ratio no number, ValueError on a bad ratio or score.
     """
     _check_ratio(ratio)
     _check_granularity(granularity)
+    if not isinstance(score, torch.Tensor):
+        raise TypeError(
+            f"select_mask: the score must be a 1-D torch.Tensor, got {type(score).__name__} {score!r}; take it from "
+            "residual_statistics"
+        )
     if score.dim() != 1 or not bool(score.isfinite().all()):
         raise ValueError(
             f"select_mask: the score must be a finite 1-D tensor, got shape {tuple(score.shape)} with "
@@ -179,6 +193,10 @@ def _compiled(x: torch.Tensor, residual: Residual, stats: torch.Tensor | None) -
 
 
 def _check_tokens(x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"activations must be a torch.Tensor [M, K], got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise ValueError(f"activations must have a floating point dtype, got {x.dtype}; cast them")
     if x.dim() != 2:
         raise ValueError(f"activations must have shape [M, K], got {tuple(x.shape)}; flatten the leading dimensions")
     nvfp4.check_k(x.shape)
@@ -242,6 +260,8 @@ def _largest(score: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 def _check_ratio(ratio: float) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real):
+        raise TypeError(f"residual ratio must be a number in [0, 1], got {type(ratio).__name__} {ratio!r}")
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"residual ratio must lie in [0, 1], got {ratio!r}")
 
