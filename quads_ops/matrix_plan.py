@@ -69,7 +69,7 @@ def plan_parameters(model: nn.Module, targets: Targets) -> dict[str, PlannedPara
     planned: dict[str, PlannedParameter] = {}
     for name in modules:
         if name in wanted:
-            found = _linear(name, modules, wanted) if isinstance(modules[name], nn.Linear) else _experts(name, modules)
+            found = _linear(name, modules, targets) if isinstance(modules[name], nn.Linear) else _experts(name, modules)
             planned |= {p.name: p for p in found}
     for parameter in planned.values():
         _check_k(parameter)
@@ -82,17 +82,19 @@ def _holds_stacked_matrices(module: nn.Module) -> bool:
     return any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
-def _linear(name: str, modules: dict[str, nn.Module], wanted: set[str]) -> list[PlannedParameter]:
+def _linear(name: str, modules: dict[str, nn.Module], targets: Targets) -> list[PlannedParameter]:
     module = modules[name]
     if type(module) is not nn.Linear and not getattr(module, "quads", None):
         raise SettingsError("quads.targets", name, f"is a {type(module).__name__}, not a plain nn.Linear; exclude it")
     members = _fused_with(name, modules)
-    missing = [m for m in members if m not in wanted]
+    missing = [m for m in members if not targets.wants(m)]
     if missing:
+        field, value = targets.setting_of(missing[0])
         raise SettingsError(
-            "quads.exclude",
-            ", ".join(missing),
-            f"the rollout multiplies it as one matrix with {name}; quantize all of {', '.join(members)}, or none",
+            field,
+            value,
+            f"splits what the rollout multiplies as one matrix: {name} is quantized, {', '.join(missing)} is not; "
+            f"quantize all of {', '.join(members)}, or none",
         )
     group = tuple(f"{m}.weight" for m in members)
     return [PlannedParameter(f"{name}.weight", name, tuple(module.weight.shape), group)]

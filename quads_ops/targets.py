@@ -76,11 +76,11 @@ class Targets:
             return "matched by no target pattern"
         return None
 
-    def plan(self, modules: Iterable[str]) -> Plan:
-        """Match all quantizable modules of a model.
+    def match(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Pattern -> the modules that it matches, in the model's order.
 
         Raises:
-            SettingsError: a pattern matches none of them, or nothing is left to quantize.
+            SettingsError: a pattern matches none of them, or only what is never quantized.
         """
         modules = tuple(modules)
         matches: dict[str, tuple[str, ...]] = {}
@@ -92,11 +92,41 @@ class Targets:
                 blocked = [m for m in matches[pattern] if never_quantized(m)]
                 if name == "quads.targets" and len(blocked) == len(matches[pattern]):
                     raise SettingsError(name, pattern, f"matches only modules that are never quantized: {blocked[0]}")
+        return matches
+
+    def plan(self, modules: Iterable[str]) -> Plan:
+        """Match all quantizable modules of a model.
+
+        Raises:
+            SettingsError: what `match` refuses, or nothing is left to quantize.
+        """
+        modules = tuple(modules)
+        matches = self.match(modules)
         kept = {m: reason for m in modules if (reason := self.reason_kept(m)) is not None}
         quantized = tuple(m for m in modules if m not in kept)
         if not quantized:
-            raise SettingsError("quads.targets", self._set or list(self._wanted), "nothing is left to quantize")
+            raise self._nothing_left(kept.values())
         return Plan(quantized=quantized, kept=kept, matches=matches)
+
+    def setting_of(self, module: str) -> tuple[str, str]:
+        """Which setting keeps `module` in full precision, and the value in it: for messages about a kept module."""
+        for pattern, regex in self._excluded.items():
+            if regex.fullmatch(module):
+                return "quads.exclude", pattern
+        return "quads.targets", self._set or ", ".join(self._wanted)
+
+    def _nothing_left(self, reasons: Iterable[str]) -> SettingsError:
+        if any(reason.startswith("excluded") for reason in reasons):
+            return SettingsError(
+                "quads.exclude",
+                list(self._excluded),
+                "takes out every module of quads.targets, and nothing is left to quantize; narrow it, or use arm bf16",
+            )
+        return SettingsError(
+            "quads.targets",
+            self._set or list(self._wanted),
+            "nothing is left to quantize; the model has no such module",
+        )
 
 
 def _no_match(modules: Sequence[str]) -> str:

@@ -4,40 +4,26 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import pandas
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from support_models import save_checkpoint, tiny_config
+from support_models import tiny_config
+from support_preflight import ROLLOUT, ROOT, compose_config, overridden, overrides_for, save_inputs
 from transformers import OlmoeConfig
 
 from quads_ops.settings import SettingsError
 from quads_recipe.derive import prepare
 from quads_recipe.hydra_callback import QuadsCallback
 
-ROOT = Path(__file__).parents[1]
-ROLLOUT = "actor_rollout_ref.rollout."
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("preflight")
-    data = folder / "data.parquet"
-    pandas.DataFrame({"prompt": [[{"role": "user", "content": "1 + 1"}]] * 64}).to_parquet(data)
-    return save_checkpoint(folder / "model", "qwen3_moe"), data
+    return save_inputs(tmp_path_factory.mktemp("preflight"))
 
 
-def overrides_for(inputs, *overrides):
-    model, data = inputs
-    files = [f"data.train_files={data}", f"data.val_files={data}", f"actor_rollout_ref.model.path={model}"]
-    return [*files, f"hydra.run.dir={data.parent}/hydra", *overrides]
-
-
-def compose_config(inputs, *overrides, config="quads_demo"):
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return compose(config, overrides_for(inputs, *overrides), return_hydra_config=True)
+@pytest.fixture(scope="module")
+def config(inputs):
+    return compose_config(inputs)
 
 
 def launch(inputs, *overrides):
@@ -63,7 +49,8 @@ def call_back(tmp_path):
 
 
 def tp(size, *overrides):
-    return [f"{ROLLOUT}tensor_model_parallel_size={size}", *overrides]
+    """With as many devices."""
+    return [f"{ROLLOUT}tensor_model_parallel_size={size}", f"trainer.n_gpus_per_node={size}", *overrides]
 
 
 def engine(setting):
@@ -79,7 +66,7 @@ WRONG = {
     "fp8-kv": ([f"+{ROLLOUT}engine_kwargs.vllm.kv_cache_dtype=fp8"], "kv_cache_dtype = 'fp8'"),
     "model": (["actor_rollout_ref.model.path=./missing"], "actor_rollout_ref.model.path = 'missing'"),
     "data": (["data.train_files=missing.parquet"], "data.train_files = 'missing.parquet'"),
-    "part-of-a-group": (["quads.exclude=['re:.*q_proj']"], "q_proj': the rollout multiplies it as one matrix with"),
+    "part-of-a-group": (["quads.exclude=['re:.*q_proj']"], "quads.exclude = 're:.*q_proj': splits what the rollout"),
     "tp": (tp(4), "tensor_model_parallel_size = 4: cuts model.layers.0.mlp.experts.down_proj along K = 32"),
     "tp-attention": (tp(16, ROLLOUT + "expert_parallel_size=16", "quads.targets=['re:.*self_attn.*']"), "o_proj"),
     "ep": (tp(2, ROLLOUT + "expert_parallel_size=4"), "expert_parallel_size = 4: must be 1"),
@@ -97,8 +84,8 @@ WRONG = {
     "removed-block": (["~quads"], "quads = None: must be a mapping"),
     "false-mode": (["quads.actor.mode=false"], "quads.actor.mode = False"),
     "no-targets": (["quads.targets=''"], "quads.targets = ''"),
-    "tp-0": (tp(0), "tensor_model_parallel_size = 0: must be a whole number"),
-    "tp-text": (tp("x"), "tensor_model_parallel_size = 'x'"),
+    "tp-0": ([f"{ROLLOUT}tensor_model_parallel_size=0"], "tensor_model_parallel_size = 0: must be a whole number"),
+    "tp-text": ([f"{ROLLOUT}tensor_model_parallel_size=x"], "tensor_model_parallel_size = 'x'"),
     "no-kwargs": ([ROLLOUT + "engine_kwargs=null"], "engine_kwargs = None: must be a mapping"),
     "no-vllm": ([ROLLOUT + "engine_kwargs.vllm=5"], "engine_kwargs.vllm = 5: must be a mapping"),
     "hf-overrides": (engine("hf_overrides='{}'"), "hf_overrides = '{}': must be a mapping"),
@@ -112,17 +99,24 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_settings_are_one_clear_error(inputs, case, monkeypatch):
+def test_wrong_settings_are_one_clear_error(config, case, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     overrides, message = WRONG[case]
     with pytest.raises(SettingsError) as caught:
-        prepare(compose_config(inputs, *overrides))
+        prepare(overridden(config, *overrides))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 MODELS = {
     "experts": (
-        OlmoeConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_experts=2, num_attention_heads=2),
+        OlmoeConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_experts=2,
+            num_experts_per_tok=2,
+            num_attention_heads=2,
+        ),
         "model.layers.0.mlp.experts': holds fused experts of class OlmoeExperts",
     ),
     "k": (tiny_config("qwen3_moe", moe_intermediate_size=40), "down_proj has K = 40, which is not a multiple of 16"),
@@ -135,22 +129,22 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_that_do_not_fit_are_one_clear_error(inputs, case, monkeypatch, tmp_path):
+def test_models_that_do_not_fit_are_one_clear_error(config, case, monkeypatch, tmp_path):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    config, message = MODELS[case]
-    config = config if isinstance(config, dict) else config.to_dict()
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    values, message = MODELS[case]
+    values = values if isinstance(values, dict) else values.to_dict() | {"architectures": ["TheForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(SettingsError) as caught:
-        prepare(compose_config((tmp_path, inputs[1])))
+        prepare(overridden(config, f"actor_rollout_ref.model.path={tmp_path}"))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("contents", [b"", b"no parquet", b"PAR1 cut off"])
-def test_data_that_can_not_be_read_is_one_clear_error(inputs, monkeypatch, tmp_path, contents):
+def test_data_that_can_not_be_read_is_one_clear_error(config, monkeypatch, tmp_path, contents):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     (tmp_path / "t.parquet").write_bytes(contents)
     with pytest.raises(SettingsError, match=r"data.train_files = .*t.parquet': not a parquet") as caught:
-        prepare(compose_config(inputs, f"data.train_files={tmp_path / 't.parquet'}"))
+        prepare(overridden(config, f"data.train_files={tmp_path / 't.parquet'}"))
     assert "\n" not in str(caught.value)
 
 
@@ -167,10 +161,10 @@ def test_no_exception_starts_a_run_without_quads(monkeypatch, capsys):
     assert "quads: error: the configuration can't be read: ZeroDivisionError: division by" in capsys.readouterr().err
 
 
-def test_whole_experts_under_expert_parallelism(inputs, monkeypatch):
+def test_whole_experts_under_expert_parallelism(config, monkeypatch):
     """Their shapes are not cut: what tensor parallelism of 4 refuses is possible."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    assert prepare(compose_config(inputs, *tp(4, ROLLOUT + "expert_parallel_size=4")))
+    assert prepare(overridden(config, *tp(4, ROLLOUT + "expert_parallel_size=4")))
 
 
 def test_a_large_model_is_checked_in_seconds_without_vllm(tmp_path):
@@ -192,7 +186,7 @@ rollout = dict(tensor_model_parallel_size=8, expert_parallel_size=1)
 config = OmegaConf.create(dict(actor_rollout_ref=dict(
     model=dict(path={str(tmp_path)!r}, trust_remote_code=False), rollout=rollout)))
 start = time.process_time()
-model = preflight_model.build(config.actor_rollout_ref.model)
+model = preflight_model.build(config)
 print(*preflight_model.check(config, QuadsSettings.from_dict(dict(arm="quads")), model), sep="\\n")
 assert time.process_time() - start < 10, time.process_time() - start
 assert "vllm" not in sys.modules
@@ -203,19 +197,19 @@ assert "vllm" not in sys.modules
 
 
 @pytest.mark.parametrize("variable", ["VERL_USE_EXTERNAL_PLUGINS", "VLLM_PLUGINS"])
-def test_plugins_that_are_switched_off_are_refused(inputs, monkeypatch, variable):
+def test_plugins_that_are_switched_off_are_refused(config, monkeypatch, variable):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.setenv(variable, "other")
     with pytest.raises(SettingsError, match=f"{variable} = 'other': switches the plugin quads"):
-        prepare(compose_config(inputs))
+        prepare(overridden(config))
     monkeypatch.setenv(variable, "other,quads,quads_nvfp4")
-    assert prepare(compose_config(inputs))
+    assert prepare(overridden(config))
 
 
-def test_prepare_writes_what_both_sides_need(inputs, monkeypatch):
+def test_prepare_writes_what_both_sides_need(config, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.delenv("QUADS_RUN_ID", raising=False)
-    config = compose_config(inputs, "quads.arm=quads_full")
+    config = overridden(config, "quads.arm=quads_full")
     lines = prepare(config)
     assert any("quantized: 10 modules" in line for line in lines)
     vllm = config.actor_rollout_ref.rollout.engine_kwargs.vllm
@@ -225,9 +219,9 @@ def test_prepare_writes_what_both_sides_need(inputs, monkeypatch):
     assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_OMP_THREADS_BIND == "nobind"
 
 
-def test_bf16_arm_leaves_the_rollout_unquantized(inputs, monkeypatch):
+def test_bf16_arm_leaves_the_rollout_unquantized(config, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    config = compose_config(inputs, "quads.arm=bf16")
+    config = overridden(config, "quads.arm=bf16")
     prepare(config)
     assert "hf_overrides" not in config.actor_rollout_ref.rollout.engine_kwargs.vllm
 
@@ -241,10 +235,10 @@ def test_the_run_ends_before_ray_with_one_line(inputs):
     assert "ray init" not in result.stdout
 
 
-def test_cpu_needs_the_platform_variable(inputs, monkeypatch):
+def test_cpu_needs_the_platform_variable(config, monkeypatch):
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     with pytest.raises(SettingsError, match="set VERL_PLATFORM=cpu"):
-        prepare(compose_config(inputs))
+        prepare(overridden(config))
 
 
 def test_untried_version_is_refused(tmp_path):

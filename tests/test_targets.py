@@ -63,6 +63,19 @@ def test_patterns_match_whole_names_and_are_shown():
     assert plan.matches["re:.*self_attn.*"] == (LAYER + "self_attn.q_proj", LAYER + "self_attn.o_proj")
 
 
+def test_a_model_without_the_targets_is_no_fault_of_exclude():
+    with pytest.raises(SettingsError, match="^quads.targets = 'experts': nothing is left to quantize"):
+        Targets("experts").plan(MODULES[1:3])
+
+
+def test_the_setting_that_keeps_a_module():
+    assert Targets("all_linear", ["re:.*q_proj"]).setting_of(MODULES[1]) == ("quads.exclude", "re:.*q_proj")
+    assert Targets(["re:.*k_proj", "re:.*v_proj"]).setting_of(MODULES[1]) == (
+        "quads.targets",
+        "re:.*k_proj, re:.*v_proj",
+    )
+
+
 @pytest.mark.parametrize(
     ("targets", "exclude", "field"),
     [
@@ -71,7 +84,9 @@ def test_patterns_match_whole_names_and_are_shown():
         ("all_linear", ["re:.*w1"], "quads.exclude"),
         (["re:("], [], "quads.targets"),
         (["lm_head"], [], "quads.targets"),
-        ("experts", ["re:.*experts"], "quads.targets"),
+        ("experts", ["re:.*experts"], "quads.exclude"),
+        ("all_linear", ["re:.*"], "quads.exclude"),
+        ([LAYER + "mlp.experts"], [LAYER + "mlp.experts"], "quads.exclude"),
     ],
 )
 def test_patterns_that_do_nothing_are_errors(targets, exclude, field):

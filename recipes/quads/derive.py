@@ -6,11 +6,20 @@ import atexit
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight, preflight_model, run_id
+from quads_recipe import (
+    preflight,
+    preflight_model,
+    preflight_rollout,
+    preflight_tokenizer,
+    preflight_weights,
+    run_id,
+)
+from quads_recipe.preflight_values import MODEL
 
 ENGINE_LIB = "quads_recipe.engine"
 ENGINE_CONFIG = "quads_recipe.engine_config.QuadsFSDPEngineConfig"
@@ -33,12 +42,22 @@ def prepare(config: DictConfig) -> list[str]:
         raise SettingsError("quads", block, "must be a mapping (configs/quads_base.yaml); arm bf16 quantizes nothing")
     settings = QuadsSettings.from_dict(OmegaConf.to_container(block, resolve=True))
     preflight.check_environment(config)
-    preflight.check_config(config, settings)
-    model = preflight_model.build(config.actor_rollout_ref.model)
-    lines = _describe(settings) + preflight_model.check(config, settings, model)
+    lines = _describe(settings) + preflight.check_config(config, settings) + _check_model(config, settings)
     with open_dict(config):
         _write(config, settings)
     return lines
+
+
+def _check_model(config: DictConfig, settings: QuadsSettings) -> list[str]:
+    model = preflight_model.build(config)
+    preflight_model.check_kind(config, settings, model)
+    preflight_model.check_both_sides(config, model)
+    preflight_rollout.check_positions(config, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    lines = preflight_model.check(config, settings, model)
+    preflight_tokenizer.check(config)
+    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    fewer = "num_hidden_layers" in preflight_model.overrides_of_actor(config)
+    return lines + preflight_weights.check(MODEL + "path", folder, model, fewer_layers=fewer)
 
 
 def _describe(settings: QuadsSettings) -> list[str]:

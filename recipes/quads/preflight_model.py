@@ -1,9 +1,10 @@
-"""Checks of the model folder: what would be quantized, and whether every shape allows it. Loads no weights."""
+"""Checks of the model: its kind, what would be quantized, and whether every shape allows it. Loads no weights."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -13,35 +14,138 @@ from quads_ops.formats import BLOCK_SIZE
 from quads_ops.matrix_plan import PlannedParameter, plan_parameters, quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
+from quads_recipe.preflight_values import MODEL, ROLLOUT, quantizes, select
 
-PATH = "actor_rollout_ref.model.path"
-TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-EP = "actor_rollout_ref.rollout.expert_parallel_size"
+PATH = MODEL + "path"
+OVERRIDES = MODEL + "override_config"
+HF_OVERRIDES = ROLLOUT + "engine_kwargs.vllm.hf_overrides"
+TP = ROLLOUT + "tensor_model_parallel_size"
+EP = ROLLOUT + "expert_parallel_size"
 
 # Linears that vLLM cuts along K under tensor parallelism.
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "out_proj")
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-def build(model: DictConfig) -> nn.Module:
-    """The model of a checkpoint on the meta device, from its config.json alone: names and shapes, no weights.
 
-    model: verl's `actor_rollout_ref.model`.
+def build(config: DictConfig) -> nn.Module:
+    """The actor's model on the meta device, from its config.json and verl's overrides: names and shapes, no weights.
 
     Raises:
         SettingsError: no such folder, or transformers can't build a causal language model from it.
     """
+    name = MODEL + "hf_config_path" if select(config, MODEL + "hf_config_path") else PATH
+    return _build(config, name, OVERRIDES, overrides_of_actor(config))
+
+
+def overrides_of_actor(config: DictConfig) -> dict[str, Any]:
+    """What verl writes over the model's config, less the actor's kind of attention, which has no shape."""
+    overrides = select(config, OVERRIDES, {})
+    return {k: v for k, v in overrides.get("model_config", overrides).items() if k != "attn_implementation"}
+
+
+def _build(config: DictConfig, name: str, setting: str, overrides: dict[str, Any]) -> nn.Module:
+    """name: the setting that holds the folder. setting, overrides: what is written over the config.json in it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = str(Path(str(model.path)).expanduser())
+    trust = bool(select(config, MODEL + "trust_remote_code"))
+    path = str(Path(str(select(config, name))).expanduser())
     if not Path(path).is_dir() and (path.startswith((".", "/")) or path.count("/") != 1):
-        raise SettingsError(PATH, path, "no such folder; give a Hugging Face checkpoint folder or hub id")
+        raise SettingsError(name, path, "no such folder; give a Hugging Face checkpoint folder or hub id")
     try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        _override(hf_config, overrides)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=model.trust_remote_code)
+            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust)
     except Exception as error:  # whatever a config.json or a model's own code can raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        raise SettingsError(PATH, path, f"not a causal language model that transformers can build: {reason}") from None
+        overridden = f" (with {setting})" if overrides else ""
+        raise SettingsError(
+            name, path, f"not a causal language model that transformers can build{overridden}: {reason}"
+        ) from None
+
+
+def _override(hf_config: Any, values: dict[str, Any]) -> None:
+    """As verl and vLLM do it: a mapping is written into a part that is a config itself, anything else replaces."""
+    for key, value in values.items():
+        part = getattr(hf_config, key, None)
+        if isinstance(value, dict) and hasattr(part, "to_dict"):
+            _override(part, value)
+        else:
+            setattr(hf_config, key, value)
+
+
+def check_kind(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> None:
+    """What verl would make of the checkpoint: a decoder with one head over the vocabulary, in full precision.
+
+    Raises:
+        SettingsError: another kind of model, a checkpoint that is quantized already, or a router that can't choose as
+            many experts as it is told to.
+    """
+    path, hf_config = select(config, PATH), model.config
+    problem = _not_causal(model)
+    if problem is None and quantizes(settings) and getattr(hf_config, "quantization_config", None) is not None:
+        problem = "is quantized already (quantization_config in config.json); give the checkpoint in full precision"
+    text = hf_config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None)
+    total = next((n for name in _EXPERT_COUNTS if isinstance(n := getattr(text, name, None), int)), None)
+    if problem is None and chosen and total and chosen > total:
+        problem = f"num_experts_per_tok is {chosen}, but it has {total} experts; lower it in config.json"
+    if problem:
+        raise SettingsError(PATH, path, problem)
+
+
+def _not_causal(model: nn.Module) -> str | None:
+    """Why verl would not take it for a causal language model, or None."""
+    from transformers import AutoModelForCausalLM
+    from verl.utils.model import get_hf_auto_model_class
+
+    hf_config = model.config
+    names = getattr(hf_config, "architectures", None) or []
+    if len(names) != 1:
+        return (
+            f"verl needs one name under `architectures` in config.json, such as {type(model).__name__}; it has {names}"
+        )
+    kind = get_hf_auto_model_class(hf_config)
+    # A layer of attention says whether it looks ahead; a model without attention says nothing.
+    causal = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    decoder = not getattr(hf_config, "is_encoder_decoder", False) and (any(causal) or not causal)
+    if kind is AutoModelForCausalLM and decoder:
+        return None
+    return f"{names[0]} is no causal language model; give a decoder whose architecture is named ...ForCausalLM"
+
+
+def check_both_sides(config: DictConfig, model: nn.Module) -> None:
+    """The rollout's model, which has overrides of its own, must have the actor's parameters.
+
+    Raises:
+        SettingsError: a parameter that one side lacks or has in another shape.
+    """
+    changes = {
+        OVERRIDES: overrides_of_actor(config),
+        HF_OVERRIDES: select(config, HF_OVERRIDES, {}),
+        MODEL + "hf_config_path": select(config, MODEL + "hf_config_path"),
+    }
+    if not any(changes.values()):
+        return
+    of_vllm = ROLLOUT + "engine_kwargs.vllm.hf_config_path"
+    rollout = _build(config, of_vllm if select(config, of_vllm) else PATH, HF_OVERRIDES, changes[HF_OVERRIDES])
+    here, there = ({n: tuple(p.shape) for n, p in side.state_dict().items()} for side in (model, rollout))
+    different = next((n for n in here | there if here.get(n) != there.get(n)), None)
+    if different is None:
+        return
+    name, value = next(item for item in changes.items() if item[1])
+    other = HF_OVERRIDES if name != HF_OVERRIDES else OVERRIDES
+    raise SettingsError(
+        name,
+        value,
+        f"parts the rollout from the actor: {different} is {_shape(here.get(different))} in the actor and "
+        f"{_shape(there.get(different))} in the rollout; set the same in {other}",
+    )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"{list(shape)}"
 
 
 def check(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list[str]:
@@ -56,9 +160,10 @@ def check(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list
         SettingsError: what `quads_ops.matrix_plan.plan_parameters` refuses, or a shard of K that is not a multiple
             of 16.
     """
-    if settings.actor.mode == "none" and settings.rollout.mode == "bf16":
-        return ["nothing is quantized"]
     targets = Targets(settings.targets, settings.exclude)
+    if not quantizes(settings):
+        targets.match(quantizable_modules(model))  # a pattern that is wrong here is wrong in the arms compared with
+        return ["nothing is quantized"]
     planned = plan_parameters(model, targets)
     for parameter in planned.values():
         _check_shards(parameter, config.actor_rollout_ref.rollout)

@@ -1,0 +1,77 @@
+"""Checks of the data files: there, readable, with enough rows, and with the columns that the run will ask for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from quads_ops.settings import SettingsError
+from quads_recipe.preflight_values import ROLLOUT, select
+
+# What these managers of verl read of every row before they call a reward function, the user's own included.
+_MANAGERS = ("naive", "dapo")
+_REWARD_COLUMNS = ("data_source", "reward_model")
+_OLD_NAMES = ("reward_manager", "reward_loop_source", "enable")  # verl still takes them, and they win
+_AGENTS = ("single_turn_agent", "tool_agent")
+
+
+def check(config: DictConfig) -> None:
+    """Raises SettingsError."""
+    needed = _needed_columns(config)
+    for name in ("data.train_files", "data.val_files"):
+        value = select(config, name)
+        files = value if isinstance(value, list) else [value]
+        if not files or not all(isinstance(file, str) and file for file in files):
+            raise SettingsError(name, value, "no file; give a verl parquet, or a list of them")
+        local = [Path(file).expanduser() for file in files if "://" not in file]
+        rows = sum(_rows(name, file, needed) for file in local)
+        if name == "data.train_files" and len(local) == len(files) and rows < config.data.train_batch_size:
+            few = f"holds {rows} rows, which is no batch; lower data.train_batch_size ({config.data.train_batch_size})"
+            raise SettingsError(name, value, few)
+
+
+def _needed_columns(config: DictConfig) -> dict[str, str]:
+    """Column -> the setting that asks for it. None where the user's own code reads or scores the rows."""
+    if select(config, "data.custom_cls.path"):
+        return {}
+    needed = {config.data.prompt_key: "data.prompt_key"}
+    manager = select(config, "reward.reward_manager", {})
+    stock = (
+        manager.get("source") == "register"
+        and manager.get("name") in _MANAGERS
+        and not select(config, "reward.reward_model.enable")
+        and not any(select(config, f"reward_model.{name}") for name in _OLD_NAMES)
+        and select(config, ROLLOUT + "agent.default_agent_loop") in _AGENTS
+        and not select(config, ROLLOUT + "agent.agent_loop_manager_class")
+    )
+    if stock:
+        needed |= dict.fromkeys(_REWARD_COLUMNS, f"reward.reward_manager.name={manager['name']}")
+    return needed
+
+
+def _rows(name: str, file: Path, needed: dict[str, str]) -> int:
+    """Rows of a file of data; of one that is no parquet, none are counted as missing."""
+    from pyarrow import ArrowException, parquet
+
+    if not file.is_file():
+        raise SettingsError(name, str(file), "no such file; give a verl parquet")
+    if file.suffix != ".parquet":
+        return sys.maxsize
+    try:
+        metadata = parquet.read_metadata(file)
+        columns = parquet.read_schema(file).names
+    except (ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingsError(name, str(file), f"not a parquet that can be read: {reason}") from None
+    for column, setting in needed.items():
+        # A row may name an agent of its own, which then scores it.
+        if column not in columns and not (column in _REWARD_COLUMNS and "agent_name" in columns):
+            there = ", ".join(columns)
+            raise SettingsError(
+                name, str(file), f"has no column {column} ({setting}); it has {there}. Add the column, or set another"
+            )
+    if not metadata.num_rows:
+        raise SettingsError(name, str(file), "has no rows; give one that has")
+    return metadata.num_rows

@@ -1,0 +1,165 @@
+"""Checks of the checkpoint's weights by the headers of its files: all there, in the shapes that the model has.
+
+transformers fills what a checkpoint lacks with random numbers and goes on. So its own loader, which knows every
+spelling that it can read, runs here once with tensors that have shapes and no data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quads_ops.settings import SettingsError
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def check(setting: str, path: Path, model: nn.Module, *, fewer_layers: bool = False) -> list[str]:
+    """Compare the checkpoint with a model on the meta device, whose parameters are replaced; lines for the terminal.
+
+    Args:
+        setting: what holds `path`, for messages.
+        path: the checkpoint's folder; anything else is not checked.
+        model: from the config.json that the weights are loaded with.
+        fewer_layers: the model leaves layers of the checkpoint out on purpose.
+
+    Raises:
+        SettingsError: a file that is missing or can't be read; a weight that is missing, of another shape, or of a
+            part that the model does not have.
+    """
+    try:
+        files = _files(path, getattr(model.config, "transformers_weights", None))
+        if files is None:
+            return [f"the weights of {path} were not checked: no safetensors files in a local folder"]
+        stored = {name: tensor for file in files for name, tensor in _read(file)}
+        found = _load(model, stored)
+        _check_missing(model, found)
+        _check_shapes(found)
+        _check_unexpected(model, found.unexpected_keys, fewer_layers)
+    except _Unfit as problem:
+        raise SettingsError(setting, str(path), str(problem)) from None
+    ignored = sorted(found.unexpected_keys)
+    return [f"not part of the model, and ignored in the checkpoint: {_some(ignored)}"] if ignored else []
+
+
+class _Unfit(Exception):
+    """Says what is wrong with the checkpoint, and the remedy."""
+
+
+def _files(path: Path, explicit: str | None) -> list[Path] | None:
+    """The safetensors files that transformers would read, or None if it reads others."""
+    if not path.is_dir():
+        return None
+    single = path / (explicit or _FILE)
+    index = single if single.name.endswith(".index.json") else path / _INDEX
+    if single != index and single.is_file():
+        return [single]
+    if not index.is_file():
+        if any(path.glob("pytorch_model*.bin*")) or any(path.glob("adapter_model.*")):
+            return None
+        raise _Unfit(f"holds no weights: neither {_FILE} nor {_INDEX}; copy them there")
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _unreadable(index, error) from None
+    return [path / name for name in names]
+
+
+def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
+    """Names, and tensors on the meta device."""
+    from safetensors import SafetensorError
+    from transformers.modeling_utils import load_state_dict
+
+    if not file.is_file():
+        raise _Unfit(f"{file.name} is missing, which {_INDEX} names; copy it there")
+    try:
+        return list(load_state_dict(file, map_location="meta").items())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> _Unfit:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return _Unfit(f"{file.name} can't be read, copy it again: {reason}")
+
+
+def _load(model: nn.Module, stored: Mapping[str, torch.Tensor]):
+    """What transformers' loader reports (`transformers.utils.loading_report.LoadStateDictInfo`)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    load = LoadStateDictConfig(
+        device_map={"": "meta"}, dtype=model.dtype, weight_mapping=get_model_conversion_mapping(model)
+    )
+    with _no_progress_bar():
+        found, _ = convert_and_load_state_dict_in_model(model, dict(stored), load, tp_plan=None)
+    model.mark_tied_weights_as_initialized(found)
+    model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(found)
+    return found
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_missing(model: nn.Module, found) -> None:
+    """A buffer may be missing: the model computes it. What could not be put together has a better reason below."""
+    gone = found.missing_keys - found.conversion_errors.keys()
+    missing = [name for name, _ in model.named_parameters() if name in gone]
+    if missing:
+        raise _Unfit(f"lacks {_some(missing)}, which would start at random; give a complete checkpoint")
+
+
+def _check_shapes(found) -> None:
+    if found.mismatched_keys:
+        name, there, here = min(found.mismatched_keys)
+        raise _Unfit(
+            f"holds {name} as {list(there)}, but config.json asks for {list(here)}; give weights and config.json that "
+            "belong together"
+        )
+    if found.conversion_errors:
+        name, text = min(found.conversion_errors.items())
+        lines = text.splitlines()
+        reason = next((line for line in reversed(lines) if re.match(r"\w+Error: ", line)), lines[-1])
+        raise _Unfit(f"its parts of {name} don't fit together; one is missing or has another shape: {reason[:200]}")
+
+
+def _check_unexpected(model: nn.Module, names: set[str], fewer_layers: bool) -> None:
+    """Of what the model does not load, that which looks like a weight of it: another layer, a bias, a scale of codes.
+
+    The rest (heads for other tasks, layers for drafting, old buffers) is no concern of the model.
+    """
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    patterns = {_NUMBER.sub(".*", name) for name, _ in model.named_parameters()}
+    for name in sorted(names):
+        owner, _, last = name.rpartition(".")
+        if owner in owners and last.startswith("weight_scale"):
+            raise _Unfit(f"is quantized already ({name}); give the checkpoint in full precision")
+        layer = _NUMBER.sub(".*", name) in patterns and not fewer_layers
+        if layer or (owner in owners and last in ("weight", "bias")):
+            raise _Unfit(
+                f"holds {name}, for which the model of config.json has no place; give weights and config.json that "
+                "belong together"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,104 @@
+"""Odd values in the run's configuration, each beside a neighbour that is fine, and files of data without a column."""
+
+import pytest
+from support_preflight import MODEL, ROLLOUT, changed, compose_config, of, save_data, save_inputs
+
+from quads_ops.settings import QuadsSettings, SettingsError
+from quads_recipe import preflight
+
+FSDP = "actor_rollout_ref.actor.fsdp_config."
+KWARGS = ROLLOUT + "engine_kwargs.vllm."
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return compose_config(save_inputs(tmp_path_factory.mktemp("values")))
+
+
+def check(config, **block):
+    return preflight.check_config(config, QuadsSettings.from_dict(block))
+
+
+# setting: (values that are refused, what the error says, values that are fine)
+VALUES = {
+    ROLLOUT + "max_model_len": ((63, 0), "max_prompt_length + data.max_response_length = 64", (64, None)),
+    KWARGS + "max_model_len": ((63,), "= 64", (64, -1, "64k")),
+    ROLLOUT + "gpu_memory_utilization": ((0, 1.01, -0.5, "much", None), "share of the device's memory", (0.05, 1, 1.0)),
+    KWARGS + "gpu_memory_utilization": ((2,), "share of the device's memory", (0.9, None)),
+    "trainer.logger": (
+        (["console", "wandbb"], "tensorbord", None, 5),
+        "is no logger of verl; use some of wandb",
+        (["console", "file"], "wandb", "tracking", []),
+    ),
+    "trainer.total_training_steps": ((0, -1, "many"), "trains nothing", (1, None)),
+    "trainer.total_epochs": ((0, -3, None), "trains nothing", (1, 0.5)),
+    "trainer.n_gpus_per_node": ((0, 1.5), "whole number", (1, 3)),
+    FSDP + "model_dtype": (("fp8", "int8"), "is no dtype that verl knows", ("fp32", "bf16", None)),
+    ROLLOUT + "load_format": (("gguf", "dumy"), "gets its weights from the actor", ("dummy", "auto", "safetensors")),
+    KWARGS + "load_format": (("bitsandbytes", "sharded_state"), "gets its weights from the actor", ("auto", None)),
+    KWARGS + "enable_lora": ((True,), "lora_rank", (False, None)),
+    KWARGS + "model": (("other",), "use actor_rollout_ref.model.path", (None,)),
+    KWARGS + "tokenizer": (("other",), "use actor_rollout_ref.model.tokenizer_path", (None,)),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_odd_values_are_one_clear_error_and_their_neighbours_pass(config, name):
+    wrong, message, right = VALUES[name]
+    for value in wrong:
+        with pytest.raises(SettingsError) as caught:
+            check(changed(config, **of("", **{name: value})))
+        assert str(caught.value).startswith(f"{name} = {value!r}: "), caught.value
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    for value in right:
+        check(changed(config, **of("", **{name: value})))
+
+
+def test_a_tokenizer_for_vllm_that_is_the_actors(config):
+    given = of(KWARGS, tokenizer="elsewhere") | of(MODEL, tokenizer_path="elsewhere")
+    check(changed(config, **given))
+
+
+@pytest.mark.parametrize(
+    ("tp", "devices", "nodes", "fits"), [(2, 1, 1, False), (2, 3, 1, False), (2, 4, 1, True), (8, 4, 2, True)]
+)
+def test_tensor_parallel_workers_fill_the_devices(config, tp, devices, nodes, fits):
+    given = of(ROLLOUT, tensor_model_parallel_size=tp) | of("trainer.", n_gpus_per_node=devices, nnodes=nodes)
+    if fits:
+        check(changed(config, **given))
+        return
+    with pytest.raises(SettingsError, match=f"tensor_model_parallel_size = {tp}: does not divide the {devices} device"):
+        check(changed(config, **given))
+
+
+def test_master_weights_of_another_dtype_are_said(config):
+    assert check(config) == []
+    [line] = check(changed(config, **of(FSDP, model_dtype="bf16")))
+    assert "master weights are bf16" in line and "model_dtype" in line
+
+
+COLUMNS = {
+    "reward": (("reward_model",), {}, {}, "has no column reward_model (reward.reward_manager.name=naive)"),
+    "source": (("data_source",), {}, {}, "has no column data_source (reward.reward_manager.name=naive)"),
+    # The user's function is called with what the manager read from both columns.
+    "own-function": (("data_source",), of("reward.custom_reward_function.", path="f.py"), {}, "no column data_source"),
+    "own-manager": (("reward_model",), of("reward.reward_manager.", source="importlib"), {}, None),
+    "own-manager-old-name": (("reward_model",), of("reward_model.", reward_loop_source="importlib"), {}, None),
+    "reward-model": (("reward_model",), of("reward.reward_model.", enable=True), {}, None),
+    "own-dataset": (("reward_model", "prompt"), of("data.custom_cls.", path="d.py"), {}, None),
+    "own-agent": (("reward_model",), {}, {"agent_name": "mine"}, None),
+    "other-key": (("prompt",), of("data.", prompt_key="question"), {"question": "1 + 1"}, None),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_are_needed_only_where_verl_reads_them(config, tmp_path, case):
+    without, given, columns, message = COLUMNS[case]
+    data = save_data(tmp_path / "d.parquet", *without, **columns)
+    given = given | of("data.", train_files=str(data), val_files=[str(data)])
+    if message is None:
+        check(changed(config, **given))
+        return
+    with pytest.raises(SettingsError) as caught:
+        check(changed(config, **given))
+    assert str(caught.value).startswith("data.train_files = ") and message in str(caught.value)
