@@ -18,6 +18,7 @@ from quads_ops.matrix_plan import PlannedParameter
 from quads_ops.nvfp4 import global_scale_dec
 from quads_ops.vllm_method.names import table_for
 from quads_ops.weights import weight_amax
+from quads_recipe.weight_finite import FiniteCheck
 
 # Elements quantized at a time: bounds the FP32 temporaries.
 _CHUNK = 1 << 24
@@ -39,21 +40,24 @@ def stream(
 
     Raises:
         KeyError: a planned parameter is not in the state dict.
+        quads_recipe.weight_finite.NonFiniteWeightsError: after the last tensor, if one of them is not finite.
     """
     missing = plan.keys() - params.keys()
     if missing:
         raise KeyError(f"quantized parameters that are not in the model's state dict: {', '.join(sorted(missing))}")
-    names = table_for(model_type)
+    names, finite = table_for(model_type), FiniteCheck()
     for name, param in params.items():
         tensor = param.to(device, non_blocking=True)
         if name in plan:
             tensor = tensor.to(dtype)  # before gathering: half the bytes, the same values
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
+        finite.add(name, tensor)
         if receipts is not None and name in plan:
             receipts.add(plan[name], tensor)
         for part_name, part in unfuse_moe_params([(name, tensor)], model_type):
             yield names.loader(part_name), part
+    finite.require()
 
 
 class ReceiptWriter:
