@@ -291,6 +291,11 @@ def test_an_interrupted_demo_ends_its_trainer(tmp_path):
         (["--seed", "-1"], "--seed: -1"),
         (["--set", "trainer.nnodes"], "--set: 'trainer.nnodes'"),
         (["--policy", "/no/such/policy"], "/no/such/policy"),
+        (["--policy", ""], "--policy: '' names no model"),
+        (["--run-dir", ""], "--run-dir: '' names no folder"),
+        (["--run-dir", "/proc/foo"], "--run-dir: can't write in /proc/foo (No such file or directory); give another"),
+        (["--run-dir", __file__], f"--run-dir: {__file__} is a file; give a folder"),
+        (["--run-dir", f"{__file__}/run"], "(Not a directory); give another folder"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_starts(arguments, named, tmp_path, capsys, monkeypatch):
@@ -298,6 +303,13 @@ def test_wrong_arguments_are_named_before_anything_starts(arguments, named, tmp_
     assert demo.main(arguments) == 2
     assert named in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["new/deep", "empty", "with space"])
+def test_a_run_folder_that_is_new_or_empty_is_fine(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    assert demo.make_run_dir(str(tmp_path / name)) == tmp_path / name
+    assert os.access(tmp_path / name, os.W_OK)
 
 
 def test_a_run_folder_with_something_in_it_is_refused(tmp_path, capsys):

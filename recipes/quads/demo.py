@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=40, help="training steps (default 40)")
     p.add_argument("--policy", default="natural", help=f"{', '.join(POLICIES)} or a folder (default natural)")
     p.add_argument("--seed", type=int, default=0, help="of the problems, the sampling and the order (default 0)")
-    p.add_argument("--run-dir", type=Path, help="folder for everything the run writes (default runs/demo-TIME)")
+    p.add_argument("--run-dir", help="folder for everything the run writes (default runs/demo-TIME)")
     p.add_argument(
         "--set",
         dest="overrides",
@@ -71,9 +71,7 @@ def prepare(args: argparse.Namespace) -> tuple[Path, list[str], dict[str, str]]:
     """
     check(args)
     policy = policy_dir(args.policy)
-    run_dir = (args.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise DemoError(f"--run-dir: {run_dir} is not empty; give another folder or remove it")
+    run_dir = make_run_dir(args.run_dir)
     from quads_recipe.demo_data import write_data
 
     # verl goes through the data again if a batch larger than 16 uses it up.
@@ -94,9 +92,28 @@ def check(args: argparse.Namespace) -> None:
         raise DemoError(f"--steps: {args.steps} is not a number of training steps; give 1 or more")
     if not 0 <= args.seed < 2**31:
         raise DemoError(f"--seed: {args.seed} is not within 0 and 2^31 - 1")
+    if not args.policy.strip():
+        raise DemoError(f"--policy: {args.policy!r} names no model; use one of {', '.join(POLICIES)}, or a folder")
     for override in args.overrides:
         if "=" not in override:
             raise DemoError(f"--set: {override!r} has no '='; write it as key=value")
+
+
+def make_run_dir(given: str | Path | None) -> Path:
+    """The run folder, made, and empty. Raises DemoError."""
+    folder = Path(time.strftime("runs/demo-%Y%m%d-%H%M%S") if given is None else given).expanduser().resolve()
+    if given is not None and not str(given).strip():
+        raise DemoError(f"--run-dir: {given!r} names no folder; give one, or leave the option out")
+    if folder.exists() and not folder.is_dir():
+        raise DemoError(f"--run-dir: {folder} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise DemoError(f"--run-dir: {folder} is not empty; give another folder or remove it")
+        (folder / "log.txt").touch()
+    except OSError as error:
+        raise DemoError(f"--run-dir: can't write in {folder} ({error.strerror}); give another folder") from None
+    return folder
 
 
 def build_command(args: argparse.Namespace, policy: Path, run_dir: Path, files: tuple[Path, Path]) -> list[str]:
