@@ -173,7 +173,10 @@ def engine(folder: Path, options: dict | None, dtype: str = "float32", in_proces
 
 @contextmanager
 def model_loader():
-    """load(folder, mode, **arguments of vLLM's engine): vLLM's model, loaded by vLLM, without the rest of an engine."""
+    """load(folder, options of quads_nvfp4, **arguments of vLLM's engine) -> (model, VllmConfig), loaded by vLLM.
+
+    Without the rest of an engine: nothing can be generated.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -181,15 +184,15 @@ def model_loader():
 
     settings = dict(max_model_len=128, enforce_eager=True, skip_tokenizer_init=True, dtype="float32")
 
-    def load(folder: Path, mode: str, **kwargs):
-        options = {"quantization_config": {"quant_method": "quads_nvfp4", "mode": mode}}
-        arguments = EngineArgs(model=str(folder), hf_overrides=options, **{**settings, **kwargs})
+    def load(folder: Path, options: dict, **kwargs):
+        overrides = {"quantization_config": {"quant_method": "quads_nvfp4", **options}}
+        arguments = EngineArgs(model=str(folder), hf_overrides=overrides, **{**settings, **kwargs})
         config = arguments.create_engine_config()
         with set_current_vllm_config(config):
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{_free_port()}", 0, "gloo")
                 initialize_model_parallel(1, 1)
-            return get_model(vllm_config=config)
+            return get_model(vllm_config=config), config
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "set_num_threads", torch.set_num_threads)

@@ -38,9 +38,9 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load():
-    """load(folder, **arguments of vLLM's engine) -> the model, in the mode `mode`."""
+    """load(folder, mode, **arguments of vLLM's engine) -> the model."""
     with support.model_loader() as loader:
-        yield loader
+        yield lambda folder, mode, **kwargs: loader(folder, {"mode": mode}, **kwargs)[0]
 
 
 def changed(folder: Path, target: Path, change) -> Path:
