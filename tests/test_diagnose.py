@@ -17,6 +17,7 @@ import pytest
 import support_models
 import support_vllm
 import torch
+from safetensors.torch import load_file, save_file
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe import diagnose, diagnose_html, diagnose_plots
@@ -120,6 +121,8 @@ def sums(tmp_path_factory) -> Path:
         (["--max-new", "100000"], "no prompt leaves room for --max-new 100000"),
         (["--data", "none.txt"], "none.txt: no such file"),
         (["--model", "none"], "has no config.json"),
+        (["--model", ""], "--model '': names no model"),
+        (["--targets", "re:.*q_proj"], "quads.targets = 're:.*q_proj': splits what the rollout multiplies as one"),
         (["--exclude", "model.layers.7.mlp"], "quads.exclude = 'model.layers.7.mlp': matches no module"),
         (["--exclude", "model.layers.0.self_attn.q_proj"], "quantize all of"),
         (["--targets", "re:["], "is not a regular expression"),
@@ -132,6 +135,7 @@ def test_a_wrong_argument_is_one_clear_line(checkpoint, sums, tmp_path, capsys, 
     err = capsys.readouterr().err.strip()
     assert status == 1
     assert message in err and len(err.splitlines()) == 1 and err.startswith("quads diagnose: ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_folder_that_cannot_be(checkpoint, sums, tmp_path, capsys):
@@ -139,6 +143,20 @@ def test_an_output_folder_that_cannot_be(checkpoint, sums, tmp_path, capsys):
     base = ["--model", str(checkpoint), "--data", str(sums)]
     assert diagnose.main([*base, "--out", str(tmp_path / "file" / "out")]) == 1
     assert "can't write there" in capsys.readouterr().err
+    assert diagnose.main([*base, "--out", str(tmp_path / "file")]) == 1
+    assert f"--out {tmp_path / 'file'}: is a file; give a folder" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_weight(checkpoint, sums, tmp_path, capsys):
+    """transformers would start it at random, and the figures would mean nothing."""
+    shutil.copytree(checkpoint, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    base = ["--model", str(tmp_path / "m"), "--data", str(sums), "--out", str(tmp_path / "out")]
+    assert diagnose.main(base) == 1
+    assert "lacks model.norm.weight, which would start at random" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_ends_belong_to_the_series():

@@ -65,15 +65,17 @@ def run(args: argparse.Namespace) -> Path:
     """
     started = time.monotonic()
     request = request_from(args)
-    out = _out_folder(args.out)
     _quiet()
 
     from quads_recipe import diagnose_report, diagnose_run
 
+    job = diagnose_run.prepare(request)
+    out = _out_folder(args.out)  # only now: a wrong argument leaves no folder behind
+
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
 
-    results = diagnose_run.diagnose(request, say)
+    results = diagnose_run.diagnose(request, job, say)
     results["about"] |= {
         "data": args.data.name,
         "command": command_line(args),
@@ -99,6 +101,12 @@ def request_from(args: argparse.Namespace) -> Request:
         value = getattr(args, name)
         if value < least:
             raise DiagnoseError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if not args.model.strip():
+        raise DiagnoseError(
+            f"--model {args.model!r}: names no model; give a checkpoint folder, or {', '.join(POLICIES)}"
+        )
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise DiagnoseError(f"--out {args.out}: is a file; give a folder")
     return Request(
         model=str(policy_dir(args.model)),
         prompts=read_prompts(args.data),

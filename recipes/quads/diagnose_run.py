@@ -41,16 +41,20 @@ class Request:
     worst: int
 
 
-def diagnose(request: Request, say: Callable[[str], None]) -> dict:
-    """Run the engines, then the trainer's forwards.
+def prepare(request: Request):
+    """The engines' job (`quads_recipe.analysis.rollouts.Job`), once the model and the prompts are known to suit.
 
     Raises:
-        DiagnoseError, PromptError, SettingsError: an unsuitable model or prompts, before any engine starts.
+        DiagnoseError, PromptError, SettingsError: they don't. Nothing was started or written.
     """
+    check_model(request.model, request.settings)
+    return make_job(request)
+
+
+def diagnose(request: Request, job, say: Callable[[str], None]) -> dict:
+    """Run the engines on `prepare`'s job, then the trainer's forwards."""
     from quads_recipe.analysis.rollouts import collect
 
-    check_model(request.model, request.settings)
-    job = make_job(request)
     collected = collect(job, say)
     return measure(request, job, collected, say)
 
@@ -59,13 +63,15 @@ def check_model(folder: str, settings: QuadsSettings) -> None:
     """Fail before any engine starts where the model is unsuitable. Loads no weights.
 
     Raises:
-        SettingsError: not a causal language model, unknown experts, patterns without a match, K not a multiple of 16.
+        SettingsError: not a causal language model, unknown experts, patterns without a match, K not a multiple of 16,
+            weights that are missing or of another shape.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from quads_ops.matrix_plan import plan_parameters
     from quads_ops.targets import Targets
+    from quads_recipe import preflight_weights
 
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -75,6 +81,7 @@ def check_model(folder: str, settings: QuadsSettings) -> None:
         reason = str(error).strip().splitlines()[0]
         raise SettingsError("--model", folder, f"transformers can't build a language model from it: {reason}") from None
     plan_parameters(model, Targets(settings.targets, settings.exclude))
+    preflight_weights.check("--model", Path(folder), model)
 
 
 def make_job(request: Request):
