@@ -12,6 +12,7 @@ from support_study import make_plan
 from quads_ops.settings import ARMS
 from quads_recipe.policy.outliers import OutlierSettings
 from quads_recipe.study import cli, command, data, estimate, plan, prepare
+from quads_recipe.study import policy as policies
 from quads_recipe.study.plan import StudyError
 from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES, combine
 
@@ -206,6 +207,22 @@ def test_the_same_command_finds_its_folder_again():
 def test_the_shown_command_holds_no_folders():
     given = arguments("--policy", "/home/me/secret/policy", "--out", "/home/me/out", "--steps", "3", "--set", "a=1")
     assert prepare.command_line(given) == "quads study --preset quick --policy policy --steps 3 --set a=1"
+
+
+def test_a_policy_with_other_outliers_is_made_once_and_the_study_can_start(tmp_path, capsys):
+    study = tmp_path / "study"
+    asked = arguments("--outlier-strength", "64", "--out", str(study))
+    prepared = prepare.prepare(asked)
+    assert prepared.policy == study / "policy" and policies.outliers_of(prepared.policy)["strength"] == 64
+    made = (prepared.policy / "model.safetensors").stat().st_mtime_ns
+    prepare.commit(prepare.prepare(asked))
+    prepare.commit(prepare.prepare(asked))  # goes on with the study
+    assert (prepared.policy / "model.safetensors").stat().st_mtime_ns == made
+    with pytest.raises(StudyError, match="--out: .*policy is a policy with other outliers"):
+        prepare.prepare(arguments("--outlier-strength", "4", "--out", str(study)))
+    (study / "plan.json").unlink()
+    with pytest.raises(StudyError, match="is not empty"):  # data are there
+        prepare.commit(prepare.prepare(asked))
 
 
 # --- the commands of the runs

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PLAN = "plan.json"
+POLICY = "policy"
+"""A starting policy made for a study, while its arguments are checked: before the plan is there."""
 FORMAT = 1
 # These say how much of a study there is, not what one run of it is; they may grow.
 GROWING = ("arms", "seeds")
@@ -115,7 +117,7 @@ def settle(folder: Path, asked: Plan) -> Plan:
     """
     file = folder / PLAN
     if not file.is_file():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(file.name != POLICY for file in folder.iterdir()):
             raise StudyError(f"--out: {folder} is not empty and holds no {PLAN}; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
     elif lines := differences(read(folder), asked):

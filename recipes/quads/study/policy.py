@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quads_recipe.paths import policy_dir
-from quads_recipe.study.plan import StudyError
+from quads_recipe.study.plan import POLICY, StudyError
 
 
 def outliers_of(folder: Path) -> dict[str, float] | None:
@@ -21,7 +21,8 @@ def resolve(policy: str, outliers: dict[str, float], study: Path, report: Callab
     """The folder of the starting policy. With `outliers` (fields of OutlierSettings) it is made from the natural one,
     once, in the study's folder, unless the shipped one has exactly these.
 
-    Raises StudyError: outliers asked for with another policy, or settings that the model has no room for.
+    Raises StudyError: outliers asked for with another policy, settings that the model has no room for, or a folder that
+    holds a policy with others.
     """
     if not outliers:
         return policy_dir(policy)
@@ -32,10 +33,13 @@ def resolve(policy: str, outliers: dict[str, float], study: Path, report: Callab
     from quads_recipe.policy.outliers import OutlierSettings
 
     wanted = asdict(OutlierSettings(**outliers))
-    for folder in (policy_dir("outlier"), study / "policy"):
+    made = study / POLICY
+    for folder in (policy_dir("outlier"), made):
         if outliers_of(folder) == wanted:
             return folder
-    return _make(study / "policy", OutlierSettings(**outliers), report)
+    if made.exists():
+        raise StudyError(f"--out: {made} is a policy with other outliers; give another folder")
+    return _make(made, OutlierSettings(**outliers), report)
 
 
 def _make(folder: Path, outliers, report: Callable[[str], None]) -> Path:
