@@ -201,6 +201,40 @@ def test_error_lines_pick_the_cause_out_of_the_log(tmp_path):
     assert error_lines(log) == ["first", "Killed"]
 
 
+DEATH = (
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
+    "\tclass_name: {0}\n\tactor_id: 8b3c\n"
+    "\x1b[36m(WorkerDict pid=78)\x1b[0m loading\n"
+    "\tpid: {1}\n\tnamespace: 1f\n\tip: 10.0.0.1\n"
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+    "Worker unexpectedly exits. (1) The process is killed by SIGKILL by OOM killer due to high memory usage.\n"
+)
+
+
+def test_error_lines_say_which_worker_died_and_why(tmp_path):
+    log = tmp_path / "log"
+    handled = "".join(f"ValueError: handled {i}: fine\n" for i in range(9))
+    log.write_text(handled + DEATH.format("WorkerDict", 1) + handled + DEATH.format("TaskRunner", 77) + "bye\n")
+    assert error_lines(log) == [
+        "ValueError: handled 7: fine",
+        "ValueError: handled 8: fine",
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        "class_name: TaskRunner",
+        "pid: 77",
+        DEATH.splitlines()[-1],
+    ]
+    log.write_text(DEATH.format("TaskRunner", 77) + handled)
+    assert len(found := error_lines(log)) == 6 and "SIGKILL by OOM killer" in found[3]
+    assert found[4:] == ["ValueError: handled 7: fine", "ValueError: handled 8: fine"]
+
+
+def test_an_error_that_comes_again_counts_where_it_comes_last(tmp_path):
+    log = tmp_path / "log"
+    others = [f"TypeError: {i}" for i in range(8)]
+    log.write_text("\n".join(["KeyError: 'a': gone", *others, "KeyError: 'a': gone"]))
+    assert error_lines(log) == [*others[-5:], "KeyError: 'a': gone"]
+
+
 def display(tmp_path, terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, highlight=False)
@@ -283,6 +317,40 @@ def test_an_interrupted_demo_ends_its_trainer(tmp_path):
     assert not trainer.is_running()
 
 
+def test_a_second_signal_does_not_save_a_stubborn_trainer(tmp_path):
+    """The trainer ignores SIGINT and SIGTERM; signals that come while it is being ended change nothing."""
+    script = f"""
+        import os, signal, sys
+        from pathlib import Path
+        from quads_recipe import demo, demo_process
+        end = demo_process.TrainerProcess.end
+        demo_process.TrainerProcess.end = lambda self: end(self, patience=4.0)
+        signal.signal(signal.SIGTERM, demo._interrupt)
+        child = "import os, signal as s, time; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGTERM, s.SIG_IGN);"
+        child += "print(os.getpid(), flush=True); time.sleep(600)"
+        sys.exit(demo.train([sys.executable, "-c", child], dict(os.environ), Path({str(tmp_path)!r}), 3))
+    """
+    runner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "log.txt"
+    assert eventually(lambda: log.is_file() and log.read_text().strip())
+    trainer = psutil.Process(int(log.read_text()))
+    runner.send_signal(signal.SIGINT)
+    for again in (signal.SIGINT, signal.SIGTERM):
+        time.sleep(1.0)
+        assert trainer.is_running() and runner.poll() is None
+        runner.send_signal(again)
+    _, err = runner.communicate(timeout=60)
+    assert runner.returncode == demo.INTERRUPTED and "interrupted" in err and "Traceback" not in err
+    assert not trainer.is_running()
+
+
+def test_handlers_are_back_after_a_trainer_was_ended(tmp_path):
+    before = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with TrainerProcess([sys.executable, "-c", "pass"], dict(os.environ), tmp_path / "log"):
+        pass
+    assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -356,6 +424,18 @@ def test_prepare_writes_data_and_a_command_that_can_be_run_by_hand(tmp_path):
     assert "export VERL_PLATFORM=cpu" in script and "trainer.total_training_steps=2" in script
     assert subprocess.run(["sh", "-n", run_dir / "command.sh"]).returncode == 0
     assert (run_dir / "data" / "train.parquet").is_file() and command[0] == sys.executable
+
+
+def test_the_command_run_again_by_hand_keeps_the_metrics_that_are_there(tmp_path):
+    """The script itself, with a program in place of the trainer that opens the file as verl's logger does."""
+    folder = tmp_path / "it's a run"
+    folder.mkdir()
+    child = "import os, sys; open(os.environ['VERL_FILE_LOGGER_PATH'], 'wb').write(sys.argv[1].encode())"
+    demo._write_script(folder / "command.sh", [sys.executable, "-c", child], demo.run_environment(folder))
+    for i in (1, 2, 3):
+        subprocess.run([folder / "command.sh", str(i)], check=True)
+    found = {file.name: file.read_text() for file in folder.glob("*.jsonl")}
+    assert found == {"metrics.jsonl": "1", "metrics-2.jsonl": "2", "metrics-3.jsonl": "3"}
 
 
 def test_unknown_command_lists_the_known_ones(capsys):

@@ -7,6 +7,7 @@ and ends with a table, the curves and what came out.
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -151,9 +152,24 @@ def run_environment(run_dir: Path) -> dict[str, str]:
 
 def _write_script(path: Path, command: list[str], environment: dict[str, str]) -> None:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    if metrics := environment.get("VERL_FILE_LOGGER_PATH"):
+        lines += _another_metrics_file(metrics)
     arguments = " \\\n  ".join(shlex.quote(part) for part in command)
     path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {arguments} "$@"', ""]))
     path.chmod(0o755)
+
+
+def _another_metrics_file(metrics: str) -> list[str]:
+    """Lines of sh: where `metrics` is there already, metrics-2.jsonl or the next that is free takes its place."""
+    stem = re.sub(r"(-\d+)?\.jsonl$", "", metrics)
+    return [
+        "# verl's file logger would overwrite the metrics of an earlier run.",
+        "attempt=1",
+        'while [ -e "$VERL_FILE_LOGGER_PATH" ]; do',
+        "  attempt=$((attempt + 1))",
+        f"  export VERL_FILE_LOGGER_PATH={shlex.quote(stem)}-$attempt.jsonl",
+        "done",
+    ]
 
 
 def train(command: list[str], environment: dict[str, str], run_dir: Path, steps: int) -> int:

@@ -4,6 +4,9 @@ import os
 import re
 import signal
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -12,6 +15,11 @@ import psutil
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^\([^()]*\bpid=\d+[^()]*\)\s?")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Mismatch|Timeout|Unsupported\w*)\b.*:|^quads: error: |\berror: ")
+
+# Ray's errors of a process that is gone say in the lines after them which one, and what may have ended it.
+_DEATH = re.compile(r"^(ray\.)?(exceptions\.)?(ActorDied|WorkerCrashed|NodeDied)Error\b.*:")
+_DEATH_MORE = re.compile(r"^(class_name|pid|name): |^The actor (is dead|died|never ran)\b|Worker exit (type|detail): ")
+_DEATH_REACH = 20  # lines; those of other processes may be in between
 
 # Hydra repeats all overrides before the traceback.
 _HYDRA = "Error executing job with overrides"
@@ -55,7 +63,15 @@ class TrainerProcess:
         return [process for process in found.values() if process.is_running()]
 
     def end(self, patience: float = 15.0) -> None:
-        """Asks the command to end, then its whole session, then kills what is left. Returns when nothing is left."""
+        """Asks the command to end, then its whole session, then kills what is left. Returns when nothing is left.
+
+        Takes `patience` + 10 seconds at most. SIGINT, SIGTERM and SIGHUP are ignored meanwhile: a second Ctrl-C would
+        leave the trainer running.
+        """
+        with _undisturbed():
+            self._end(patience)
+
+    def _end(self, patience: float) -> None:
         members = self.members()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)  # the driver then shuts Ray down itself
@@ -69,6 +85,21 @@ class TrainerProcess:
             _signal_all(members, stop)
             _, members = psutil.wait_procs(members, timeout=seconds)
         self.process.wait()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignores the signals that ask this process to end. Only the main thread gets them, and may set handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {name: signal.signal(name, signal.SIG_IGN) for name in asked}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 def _signal_all(processes: list[psutil.Process], stop: signal.Signals) -> None:
@@ -104,8 +135,31 @@ def clean(line: str) -> str:
 
 
 def error_lines(log: Path, limit: int = 6) -> list[str]:
-    """The last lines of the log that state an error, cut to 400 characters; where none does, simply the last lines."""
+    """The last lines of the log that state an error, cut to 400 characters; where none does, simply the last lines.
+
+    Where a process of Ray died, the last such error is among them, with what Ray says about that process.
+    """
     lines = [clean(line).strip() for line in log.read_text(errors="replace").split("\n")]
     lines = [line[:400] for line in lines if line and not line.startswith(_HYDRA)]
-    errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
-    return errors[-limit:] or lines[-limit:]
+    # A line that occurs again counts where it occurs last: earlier ones were often handled.
+    where = {line: i for i, line in enumerate(lines) if _ERROR.search(line)}
+    errors = sorted(where.values())
+    death = _death(lines)
+    others = [i for i in errors if i not in death]
+    room = max(0, limit - len(death))
+    kept = sorted(death + others[len(others) - room :] if room < len(others) else death + others)
+    return [lines[i] for i in kept[-limit:]] or lines[-limit:]
+
+
+def _death(lines: list[str]) -> list[int]:
+    """Indices of the last error about a process that is gone and of its further lines; empty if there is none."""
+    start = max((i for i, line in enumerate(lines) if _DEATH.search(line)), default=None)
+    if start is None:
+        return []
+    end = min(len(lines), start + _DEATH_REACH)
+    found, seen = [start], set()
+    for i in range(start + 1, end):
+        if _DEATH_MORE.search(lines[i]) and (kind := lines[i].split(" ")[0]) not in seen:
+            seen.add(kind)
+            found.append(i)
+    return found
