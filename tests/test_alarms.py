@@ -148,6 +148,12 @@ def test_nonfinite_tokens_at_once():
     assert "3 tokens have a logprob that is NaN or infinite" in lines[0]
 
 
+def test_responses_that_are_missing():
+    lines = said([0, 64, 0], "quads/sequences_lost_sum")
+    assert steps(lines) == [("alarm", 2), ("alarm over", 3)]
+    assert "64 responses of this step are missing" in lines[0] and "reward or agent loop" in lines[0]
+
+
 def test_codes_that_never_change():
     lines = said([0.002] + [0.0] * 10 + [0.001], "quads/changed_codes_mean")
     assert steps(lines) == [("alarm", 6), ("alarm over", 12)]

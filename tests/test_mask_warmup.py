@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe.mask_warmup import WarmupError, training_prompts, wanted
+from quads_recipe.mask_warmup import WarmupError, check_prompts, training_prompts, wanted
 from quads_recipe.paths import policy_dir
 
 
@@ -37,7 +37,7 @@ def test_wrong_number_of_prompts(value):
 
 def test_prompts_are_spread_over_the_data(tokenizer):
     texts = [str(number) for number in range(100, 200)]
-    prompts = training_prompts(dataset(texts), 10, 1000, tokenizer, {})
+    prompts = training_prompts(dataset(texts), 10, tokenizer, {})
     assert len(prompts) == 10
     for prompt, text in zip(prompts, texts[::10], strict=True):
         assert text in tokenizer.decode(prompt)
@@ -47,13 +47,20 @@ def test_prompts_are_spread_over_the_data(tokenizer):
 
 
 def test_fewer_prompts_than_asked_for(tokenizer):
-    assert len(training_prompts(dataset(["1", "2", "3"]), 32, 1000, tokenizer, {})) == 3
+    assert len(training_prompts(dataset(["1", "2", "3"]), 32, tokenizer, {})) == 3
 
 
-def test_long_prompts_are_left_out(tokenizer):
-    longest = len(training_prompts(dataset(["1"]), 1, 1000, tokenizer, {})[0])
-    assert len(training_prompts(dataset(["1", "1 + 1 + 1 + 1"]), 2, longest, tokenizer, {})) == 1
-    with pytest.raises(
-        WarmupError, match=rf"data.max_prompt_length = {longest - 1}: none of 2 .* has {longest} tokens"
-    ):
-        training_prompts(dataset(["1", "1 + 1"]), 2, longest - 1, tokenizer, {})
+def test_prompts_that_verl_would_cut():
+    prompts = [[1] * 4, [1] * 9, [1] * 12]
+    check_prompts(prompts, 12, "error", 10)
+    with pytest.raises(WarmupError, match="data.max_prompt_length = 8: 2 of 3 .* longer .up to 12 tokens"):
+        check_prompts(prompts, 8, "error", 10)
+    check_prompts(prompts, 8, "left", 10)  # asked for
+    with pytest.raises(WarmupError, match="3 of 3"):
+        check_prompts(prompts, 3, "left", 10)
+
+
+def test_tokens_without_an_embedding():
+    check_prompts([[3, 17]], 8, "error", 18)
+    with pytest.raises(WarmupError, match="model.path: .* token 18, but the model has only 18"):
+        check_prompts([[3, 18]], 8, "error", 18)

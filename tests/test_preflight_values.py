@@ -1,10 +1,11 @@
 """Odd values in the run's configuration, each beside a neighbour that is fine, and files of data without a column."""
 
+import pandas
 import pytest
-from support_preflight import MODEL, ROLLOUT, changed, compose_config, of, save_data, save_inputs
+from support_preflight import MODEL, ROLLOUT, ROW, changed, compose_config, of, save_data, save_inputs
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight
+from quads_recipe import preflight, preflight_ray
 
 FSDP = "actor_rollout_ref.actor.fsdp_config."
 KWARGS = ROLLOUT + "engine_kwargs.vllm."
@@ -16,7 +17,9 @@ def config(tmp_path_factory):
 
 
 def check(config, **block):
-    return preflight.check_config(config, QuadsSettings.from_dict(block))
+    lines = preflight.check_config(config, QuadsSettings.from_dict(block))
+    preflight_ray.check(config)
+    return lines
 
 
 # setting: (values that are refused, what the error says, values that are fine)
@@ -33,6 +36,10 @@ VALUES = {
     "trainer.total_training_steps": ((0, -1, "many"), "trains nothing", (1, None)),
     "trainer.total_epochs": ((0, -3, None), "trains nothing", (1, 0.5)),
     "trainer.n_gpus_per_node": ((0, 1.5), "whole number", (1, 3)),
+    "trainer.resume_mode": (("foo", None), "use disable, auto or resume_path", ("disable", "auto")),
+    "ray_kwargs.ray_init.num_cpus": ((0, 2, 3, "all"), "Ray would wait for ever", (4, 16)),
+    "ray_kwargs.ray_init._temp_dir": (("/tmp/" + "x" * 40,), "too long for the sockets", ("/tmp/r", None)),
+    "ray_kwargs.ray_init": ((None, 3), "must be a mapping", ()),
     FSDP + "model_dtype": (("fp8", "int8"), "is no dtype that verl knows", ("fp32", "bf16", None)),
     ROLLOUT + "load_format": (("gguf", "dumy"), "gets its weights from the actor", ("dummy", "auto", "safetensors")),
     KWARGS + "load_format": (("bitsandbytes", "sharded_state"), "gets its weights from the actor", ("auto", None)),
@@ -87,7 +94,7 @@ COLUMNS = {
     "reward-model": (("reward_model",), of("reward.reward_model.", enable=True), {}, None),
     "own-dataset": (("reward_model", "prompt"), of("data.custom_cls.", path="d.py"), {}, None),
     "own-agent": (("reward_model",), {}, {"agent_name": "mine"}, None),
-    "other-key": (("prompt",), of("data.", prompt_key="question"), {"question": "1 + 1"}, None),
+    "other-key": (("prompt",), of("data.", prompt_key="question"), {"question": ROW["prompt"]}, None),
 }
 
 
@@ -102,3 +109,36 @@ def test_columns_are_needed_only_where_verl_reads_them(config, tmp_path, case):
     with pytest.raises(SettingsError) as caught:
         check(changed(config, **given))
     assert str(caught.value).startswith("data.train_files = ") and message in str(caught.value)
+
+
+def test_a_checkpoint_to_resume_from(config, tmp_path):
+    def resumed(path):
+        return changed(config, **of("trainer.", resume_mode="resume_path", resume_from_path=path))
+
+    (tmp_path / "global_step_3").mkdir()
+    check(resumed(str(tmp_path / "global_step_3")))
+    check(resumed("hdfs://host/global_step_3"))
+    for path in (None, str(tmp_path), str(tmp_path / "global_step_4")):
+        with pytest.raises(SettingsError, match="trainer.resume_from_path = .*global_step_N"):
+            check(resumed(path))
+
+
+def test_a_temporary_folder_too_long_for_sockets(config, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 40)
+    with pytest.raises(SettingsError, match="TMPDIR = .*too long for the sockets"):
+        check(config)
+
+
+@pytest.mark.parametrize("prompt", [None, []])
+def test_a_prompt_that_is_empty(config, tmp_path, prompt):
+    rows = [dict(ROW) for _ in range(64)]
+    rows[2]["prompt"] = prompt
+    pandas.DataFrame(rows).to_parquet(tmp_path / "data.parquet")
+    with pytest.raises(SettingsError, match="row 2 of column prompt is empty"):
+        check(changed(config, **of("data.", train_files=str(tmp_path / "data.parquet"))))
+
+
+def test_prompts_that_are_no_chats(config, tmp_path):
+    file = save_data(tmp_path / "data.parquet", prompt="1 + 1")
+    with pytest.raises(SettingsError, match="data.train_files = .*holds (large_)?string; verl needs chat messages"):
+        check(changed(config, **of("data.", train_files=str(file))))

@@ -105,7 +105,12 @@ def rules(alarms: AlarmSettings, baseline: Baseline, advice: Callable[[], str]) 
         found["growth"] = _growth(alarms, baseline, advice)
     if alarms.kl:
         found["kl"] = _kl(alarms, advice)
-    return found | {"nonfinite": _nonfinite(), "codes": _codes(alarms.window), "prior": _prior(alarms.stuck)}
+    return found | {
+        "nonfinite": _nonfinite(),
+        "lost": _lost(),
+        "codes": _codes(alarms.window),
+        "prior": _prior(alarms.stuck),
+    }
 
 
 def _named(metric: str) -> Callable[[Metrics], float | None]:
@@ -176,6 +181,18 @@ def _nonfinite() -> Rule:
         threshold=lambda: 0.0,
         found=lambda level, _: f"{level:.0f} tokens have a logprob that is NaN or infinite",
         gone=lambda *_: "all logprobs are finite again",
+        advice=lambda: (remedy,),
+    )
+
+
+def _lost() -> Rule:
+    remedy = "verl drops what failed and trains on the rest: look in the log for the error of the reward or agent loop"
+    return Rule(
+        watch=Watch(1),
+        figure=_named("quads/sequences_lost_sum"),
+        threshold=lambda: 0.0,
+        found=lambda level, _: f"{level:.0f} responses of this step are missing",
+        gone=lambda *_: "no response is missing again",
         advice=lambda: (remedy,),
     )
 

@@ -14,6 +14,7 @@ from quads_ops.settings import QuadsSettings, SettingsError
 from quads_recipe import (
     preflight,
     preflight_model,
+    preflight_ray,
     preflight_rollout,
     preflight_tokenizer,
     preflight_weights,
@@ -43,6 +44,7 @@ def prepare(config: DictConfig) -> list[str]:
     settings = QuadsSettings.from_dict(OmegaConf.to_container(block, resolve=True))
     preflight.check_environment(config)
     lines = _describe(settings) + preflight.check_config(config, settings) + _check_model(config, settings)
+    preflight_ray.check(config)
     with open_dict(config):
         _write(config, settings)
     return lines

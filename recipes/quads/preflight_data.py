@@ -74,4 +74,23 @@ def _rows(name: str, file: Path, needed: dict[str, str]) -> int:
             )
     if not metadata.num_rows:
         raise SettingsError(name, str(file), "has no rows; give one that has")
+    if "data_source" in needed:  # verl's own agents, which read chats
+        _check_chats(name, file, next(iter(needed)))
     return metadata.num_rows
+
+
+def _check_chats(name: str, file: Path, column: str) -> None:
+    """Every prompt is a list of messages, with at least one."""
+    from pyarrow import compute, parquet, types
+
+    prompts = parquet.read_table(file, columns=[column]).column(column)
+    if not (types.is_list(prompts.type) or types.is_large_list(prompts.type)):
+        raise SettingsError(
+            name,
+            str(file),
+            f"column {column} holds {prompts.type}; verl needs chat messages, a list of role and content",
+        )
+    empty = compute.or_kleene(compute.is_null(prompts), compute.equal(compute.list_value_length(prompts), 0))
+    row = compute.index(empty, True).as_py()
+    if row >= 0:
+        raise SettingsError(name, str(file), f"row {row} of column {column} is empty; leave it out, or fill it")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -59,6 +61,19 @@ def check_run(config: DictConfig) -> None:
         if not is_number(value) or value <= 0:
             raise SettingsError(name, value, "trains nothing; give a number above 0")
     _check_loggers(config)
+    _check_resume(config)
+
+
+def _check_resume(config: DictConfig) -> None:
+    expect(config, "trainer.resume_mode", ("disable", "auto", "resume_path"), "use disable, auto or resume_path")
+    if config.trainer.resume_mode != "resume_path":
+        return
+    name = "trainer.resume_from_path"
+    path = select(config, name)
+    if not isinstance(path, str) or not re.search(r"global_step_\d+/*$", path):
+        raise SettingsError(name, path, "resume_mode=resume_path needs a checkpoint's folder, .../global_step_N")
+    if "://" not in path and not Path(path).is_dir():
+        raise SettingsError(name, path, "no such folder; give a checkpoint's, .../global_step_N")
 
 
 def _check_loggers(config: DictConfig) -> None:

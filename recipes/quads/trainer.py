@@ -8,6 +8,7 @@ import ray
 import transfer_queue as tq
 from omegaconf import OmegaConf, open_dict
 from transfer_queue import KVBatchMeta
+from transformers import AutoConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -58,6 +59,14 @@ class QuadsTrainer(PPOTrainerSync):
         RolloutReplicaRegistry.register("vllm", _load_replica)
         super().__init__(config)
 
+    def _init_dataloader(self):
+        super()._init_dataloader()  # before any worker starts, so this is the time to look at the prompts
+        data, model = self.config.data, self.config.actor_rollout_ref.model
+        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        vocabulary = hf_config.get_text_config().vocab_size
+        prompts = self._training_prompts(mask_warmup.LOOKED_AT)
+        mask_warmup.check_prompts(prompts, data.max_prompt_length, data.truncation, vocabulary)
+
     def _init_resource_pool_mgr(self):
         super()._init_resource_pool_mgr()
         stock = ray.remote(ActorRolloutRefWorker).__ray_metadata__.class_name
@@ -85,12 +94,15 @@ class QuadsTrainer(PPOTrainerSync):
         if mask_warmup.wanted(self.settings):
             self._choose_first_masks()
 
+    def _training_prompts(self, count: int) -> list[list[int]]:
+        options = self.config.data.get("apply_chat_template_kwargs") or {}
+        options = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
+        return mask_warmup.training_prompts(self.train_dataset, count, self.tokenizer, options)
+
     def _choose_first_masks(self) -> None:
-        data, count = self.config.data, self.settings.rollout.warmup
-        options = OmegaConf.to_container(OmegaConf.create(data.get("apply_chat_template_kwargs") or {}), resolve=True)
-        prompts = mask_warmup.training_prompts(
-            self.train_dataset, count, data.max_prompt_length, self.tokenizer, options
-        )
+        data = self.config.data
+        prompts = self._training_prompts(self.settings.rollout.warmup)
+        prompts = [prompt for prompt in prompts if len(prompt) <= data.max_prompt_length]
         try:
             mask_warmup.warm_up(self._servers(), prompts, data.max_response_length)
         except Exception:
@@ -154,11 +166,18 @@ class QuadsTrainer(PPOTrainerSync):
                 rollout=data["rollout_log_probs"], actor=data["old_log_probs"], mask=data["response_mask"]
             )
         )
+        metrics["quads/sequences_lost_sum"] = float(self._lost(len(rows)))
         every = self.settings.probe.every
         if every and self.global_steps % every == 0:
             with marked_timer("probe", self.timing_raw, color="olive"):
                 metrics.update(self._probe(batch))
         return batch
+
+    def _lost(self, rows: int) -> int:
+        """Responses that were asked for and are not among the `rows` that came. verl drops groups that failed."""
+        if self.config.algorithm.get("filter_groups", {}).get("enable"):
+            return 0  # dropping groups is asked for
+        return max(0, self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n - rows)
 
     def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
         dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1

@@ -116,9 +116,8 @@ def settle(folder: Path, asked: Plan) -> Plan:
     Raises StudyError: the folder belongs to another study (names every field), or holds something else.
     """
     file = folder / PLAN
+    require_ours(folder)
     if not file.is_file():
-        if folder.exists() and any(file.name != POLICY for file in folder.iterdir()):
-            raise StudyError(f"--out: {folder} is not empty and holds no {PLAN}; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
     elif lines := differences(read(folder), asked):
         raise StudyError(
@@ -127,6 +126,14 @@ def settle(folder: Path, asked: Plan) -> Plan:
         )
     write_atomically(file, to_json(asked))
     return asked
+
+
+def require_ours(folder: Path) -> None:
+    """Raises StudyError if `folder` is a file, or holds other things than a study."""
+    if folder.exists() and not folder.is_dir():
+        raise StudyError(f"--out: {folder} is a file; give a folder")
+    if folder.is_dir() and not (folder / PLAN).is_file() and any(file.name != POLICY for file in folder.iterdir()):
+        raise StudyError(f"--out: {folder} is not empty and holds no {PLAN}; give another folder")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from quads_recipe.study import command, data
 from quads_recipe.study.layout import Layout
-from quads_recipe.study.plan import Plan, StudyError, digest, policy_digest, settle, write_atomically
+from quads_recipe.study.plan import (
+    Plan,
+    StudyError,
+    digest,
+    policy_digest,
+    require_ours,
+    settle,
+    write_atomically,
+)
 from quads_recipe.study.presets import PRESETS, Preset, Stress, combine
 
 ABOUT = "about.json"
@@ -46,6 +54,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
     name = args.policy or preset.policy
     outliers = stress.outliers | ({"strength": args.outlier_strength} if args.outlier_strength is not None else {})
     study = (args.out or default_folder(args, name)).resolve()
+    require_ours(study)
     folder = policy.resolve(name, outliers, study, print)
     plan = _plan(args, preset, stress, Path(name).name, folder, outliers)
     own = tuple(path.resolve() for path in args.data) if args.data else None
