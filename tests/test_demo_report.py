@@ -129,6 +129,63 @@ def test_report_command_writes_table_and_png(metrics, tmp_path, capsys):
     assert "no training steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"step": 1, "data": {}}\n[1, 2]\n', "line 2: [1, 2] is not {"),
+        (b"7\n", "line 1: 7 is not {"),
+        (b'{"step": 1}\n', "line 1: {'step': 1} is not {"),
+        (b'{"step": 1, "data": [1]}\n', "line 1: "),
+        (b'{"step": "one", "data": {}}\n', "line 1: step: 'one' is no number"),
+        (b'{"step": null, "data": {}}\n', "line 1: step: 'None' is no number"),
+        (b'{"step": NaN, "data": {}}\n', "line 1: step: nan is no step"),
+        (b'{"step": 3, "data": {"critic/score/mean": "high"}}\n', "step 3: critic/score/mean: 'high' is no number"),
+        (b'{"step": 3, "data": {"val-core/x/reward/mean@1": {}}}\n', "step 3: val-core/x/reward/mean@1: '{}' is no"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe", "is no text"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_in_one_line(content, said, tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(content)
+    assert cli.main(["report", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and str(file) in err and "file logger" in err and len(err.splitlines()) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "is a folder; give the file in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("curves.xyz", "unknown extension '.xyz'; use one of"),
+        ("", "'' names no file"),
+        ("folder", "is a folder"),
+        ("folder.png", "is a folder"),
+        ("metrics.jsonl/x.png", "metrics.jsonl is a file, so nothing can be written in it"),
+        ("/proc/none/x.png", "can't write /proc/none/x.png"),
+        ("metrics.png", "is the file of the metrics"),
+    ],
+)
+def test_a_drawing_that_cannot_be_written_names_its_option(given, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "folder.png"):
+        (tmp_path / name).mkdir()
+    file = "metrics.png" if given == "metrics.png" else "metrics.jsonl"
+    for name in {file, "metrics.jsonl"}:
+        (tmp_path / name).write_text(full_line(1, 0.5))
+    assert cli.main(["report", file, "--png", given]) == 2
+    err = capsys.readouterr().err
+    assert "--png: " in err and said in err and len(err.splitlines()) == 1
+
+
+def test_a_drawing_gets_its_folder_and_its_extension(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(full_line(1, 0.5))
+    for given, written in (("a/b/curves", "a/b/curves.png"), ("curves.pdf", "curves.pdf")):
+        assert cli.main(["report", str(tmp_path / "metrics.jsonl"), "--png", str(tmp_path / given)]) == 0
+        assert (tmp_path / written).stat().st_size > 1000
+        assert f"curves: {tmp_path / written}" in capsys.readouterr().out
+
+
 def test_running_mean_uses_what_there_is_at_the_start():
     assert demo_plot.running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
 

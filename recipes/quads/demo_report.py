@@ -5,6 +5,7 @@ Usage: quads report METRICS.jsonl [--png FILE] [--title TEXT]
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -24,7 +25,12 @@ METRICS = {
     "update": ("timing_s/update_actor",),
     "sync": ("timing_s/update_weights", "quads/sync_seconds_max"),
 }
+_REMEDY = "give a file that verl's file logger wrote"
 _VALIDATION = re.compile(r"^val-core/.+/mean@\d+$")
+
+
+class MetricsError(ValueError):
+    """A file, or an option of `quads report`, that doesn't fit: the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +66,63 @@ def parse(lines: list[str]) -> Metrics:
     """From lines of verl's file logger, `{"step": n, "data": {name: value}}`. A line that is not whole yet is left out.
 
     A step that was logged in several lines becomes one; lines without a reward count for validation only.
+    Raises MetricsError for a line of something else.
     """
     merged: dict[int, dict] = {}
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        merged.setdefault(int(record["step"]), {}).update(record["data"])
+        step, data = _record(record, f"line {number}")
+        merged.setdefault(step, {}).update(data)
     metrics = Metrics()
     for number, data in sorted(merged.items()):
         step = _step(number, data)
         if step.reward is not None:
             metrics.steps.append(step)
-        metrics.validation.extend((number, float(v)) for k, v in data.items() if _VALIDATION.match(k))
+        validations = {k: v for k, v in data.items() if _VALIDATION.match(k)}
+        metrics.validation.extend((number, _number(v, f"step {number}: {k}")) for k, v in validations.items())
     return metrics
+
+
+def _record(record: object, where: str) -> tuple[int, dict]:
+    """(step, data) of a line."""
+    if not isinstance(record, dict) or not isinstance(record.get("data"), dict) or "step" not in record:
+        raise MetricsError(f'{where}: {str(record)[:60]} is not {{"step": ..., "data": {{...}}}}; {_REMEDY}')
+    step = _number(record["step"], f"{where}: step")
+    if not math.isfinite(step):
+        raise MetricsError(f"{where}: step: {step} is no step; {_REMEDY}")
+    return int(step), record["data"]
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise MetricsError(f"{where}: {str(value)[:60]!r} is no number; {_REMEDY}") from None
 
 
 def _step(number: int, data: dict) -> Step:
     values = {}
     for name, sources in METRICS.items():
-        found = next((data[source] for source in sources if data.get(source) is not None), None)
-        values[name] = None if found is None else float(found)
+        source = next((source for source in sources if data.get(source) is not None), None)
+        values[name] = None if source is None else _number(data[source], f"step {number}: {source}")
     return Step(number, **values)
 
 
 def read(path: Path) -> Metrics:
-    """Metrics of a file; empty ones if the file is not there yet."""
-    return parse(path.read_text().splitlines()) if path.is_file() else Metrics()
+    """Metrics of a file; empty ones if the file is not there yet. Raises MetricsError, which names the file."""
+    if path.is_dir():
+        raise MetricsError(f"{path}: is a folder; give the file in it, such as {path / 'metrics.jsonl'}")
+    try:
+        return parse(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else Metrics()
+    except UnicodeDecodeError:
+        raise MetricsError(f"{path}: is no text; {_REMEDY}") from None
+    except OSError as error:
+        raise MetricsError(f"{path}: can't be read ({error.strerror})") from None
+    except MetricsError as error:
+        raise MetricsError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -190,19 +225,51 @@ def summary(metrics: Metrics) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 if there are no training steps in the file."""
+    """0; 1 if there are no training steps in the file; 2 for a file of something else or a wrong argument."""
     parser = argparse.ArgumentParser(prog="quads report", description=__doc__.split("\n\n")[0])
     parser.add_argument("metrics", type=Path, help="what VERL_FILE_LOGGER_PATH named in the run, trainer.logger=[file]")
-    parser.add_argument("--png", type=Path, help="where to draw the curves (default: next to the metrics)")
+    parser.add_argument("--png", help="where to draw the curves (default: next to the metrics)")
     parser.add_argument("--title", default=None, help="of the drawing")
     args = parser.parse_args(argv)
-    metrics = read(args.metrics)
-    if not metrics.steps:
-        print(f"quads report: {args.metrics} holds no training steps", file=sys.stderr)
-        return 1
-    from quads_recipe.demo_plot import draw
-
-    png = args.png or args.metrics.with_suffix(".png")
-    draw(metrics, png, args.title or args.metrics.stem)
+    try:
+        metrics = read(args.metrics)
+        if not metrics.steps:
+            print(f"quads report: {args.metrics} holds no training steps", file=sys.stderr)
+            return 1
+        png = _drawing(args.png, args.metrics)
+        _draw(metrics, png, args.title or args.metrics.stem)
+    except MetricsError as error:
+        print(f"quads report: {error}", file=sys.stderr)
+        return 2
     print("\n".join([table(metrics.steps), "", *verdict(metrics), f"curves: {png}"]))
     return 0
+
+
+def _drawing(given: str | None, metrics: Path) -> Path:
+    """The file to draw into; .png where no extension was given. Raises MetricsError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if given is not None and not given.strip():
+        raise MetricsError("--png: '' names no file; give one, or leave the option out")
+    path = metrics.with_suffix(".png") if given is None else Path(given).expanduser()
+    if path.is_dir():
+        raise MetricsError(f"--png: {path} is a folder; give a file, such as {path / 'curves.png'}")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise MetricsError(f"--png: {path.parent} is a file, so nothing can be written in it; give another file")
+    if not path.suffix:
+        path = path.with_name(path.name + ".png")
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise MetricsError(f"--png: {path}: unknown extension {path.suffix!r}; use one of {', '.join(sorted(known))}")
+    if path.resolve() == metrics.resolve():
+        raise MetricsError(f"--png: {path} is the file of the metrics; give another one")
+    return path
+
+
+def _draw(metrics: Metrics, path: Path, title: str) -> None:
+    from quads_recipe.demo_plot import draw
+
+    try:
+        draw(metrics, path, title)
+    except OSError as error:
+        raise MetricsError(f"--png: can't write {path} ({error.strerror or error}); give another file") from None
