@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,41 @@ def test_a_policy_outside_the_range_is_refused_and_force_writes_it(tmp_path):
 def test_command_line_reports_a_wrong_source(tmp_path, capsys):
     assert cli.main(["--out", str(tmp_path / "out"), "--from", str(tmp_path / "none")]) == 1
     assert "no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--error-rate", "1", "1 is no probability"),
+        ("--error-rate", "-0.1", "-0.1 is no probability"),
+        ("--error-rate", "nan", "nan is no probability"),
+        ("--error-rate", "often", "'often' is no number"),
+        ("--clean-steps", "-1", "-1 is not a number of steps"),
+        ("--imperfect-steps", "-5", "-5 is not a number of steps"),
+        ("--imperfect-steps", "2.5", "'2.5' is no whole number"),
+        ("--seed", str(2**63), "is not within 64 bits"),
+        ("--outlier-strength", "inf", "inf is not above 0 and finite"),
+        ("--outlier-strength", "0", "0 is not above 0"),
+        ("--from", "", "'' names no folder"),
+        ("--out", "", "'' names no folder"),
+        ("--out", __file__, "is a file; give a folder"),
+        ("--out", f"{__file__}/deep", "is a file; give a folder"),
+        ("--out", str(Path(__file__).parent), "is not empty"),
+    ],
+)
+def test_wrong_arguments_are_named_before_any_training(option, value, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(make, "make_policy", lambda *_a, **_k: pytest.fail("training was started"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--out", str(tmp_path / "out"), option, value])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and f"argument {option}: " in err and said in err
+
+
+def test_arguments_at_their_limits_are_taken(tmp_path):
+    given = ["--out", str(tmp_path), "--error-rate", "0", "--clean-steps", "0", "--imperfect-steps", "0"]
+    args = cli.parser().parse_args([*given, "--seed", "-1", "--outlier-strength", "0.5"])
+    assert (args.out, args.error_rate, args.clean_steps, args.imperfect_steps) == (tmp_path, 0.0, 0, 0)
+    assert cli.parser().parse_args(["--out", str(tmp_path / "a" / "b")]).out == tmp_path / "a" / "b"
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -1,26 +1,80 @@
 """`quads make-policy`: trains a policy for the demo from a seed and writes a Hugging Face checkpoint folder."""
 
 import argparse
+import math
+import os
 import sys
 from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="quads make-policy", description=__doc__)
-    p.add_argument("--out", type=Path, required=True, help="folder to write; must be new or empty")
+    p.add_argument("--out", type=_new_folder, required=True, help="folder to write; must be new or empty")
     p.add_argument("--variant", choices=("natural", "outlier"), default="natural", help="default natural")
-    p.add_argument("--seed", type=int, default=0, help="of the weights, the data and their order (default 0)")
-    p.add_argument("--clean-steps", type=int, help="steps on clean demonstrations")
-    p.add_argument("--imperfect-steps", type=int, help="steps on imperfect demonstrations")
-    p.add_argument("--error-rate", type=float, help="probability of a wrong running sum in an imperfect demonstration")
-    p.add_argument("--outlier-strength", type=float, help="factor on an outlier channel (default 16)")
-    p.add_argument("--from", dest="source", type=Path, metavar="DIR", help="take this policy instead of training one")
+    p.add_argument("--seed", type=_seed, default=0, help="of the weights, the data and their order (default 0)")
+    p.add_argument("--clean-steps", type=_steps, help="steps on clean demonstrations")
+    p.add_argument("--imperfect-steps", type=_steps, help="steps on imperfect demonstrations")
+    p.add_argument("--error-rate", type=_rate, help="probability of a wrong running sum in an imperfect demonstration")
+    p.add_argument("--outlier-strength", type=_strength, help="factor on an outlier channel (default 16)")
+    p.add_argument(
+        "--from", dest="source", type=_folder, metavar="DIR", help="take this policy instead of training one"
+    )
     p.add_argument("--force", action="store_true", help="write it whatever its pass@1 is")
     return p
 
 
+def _folder(text: str) -> Path:
+    if not text.strip():  # Path would take it for the current folder
+        raise argparse.ArgumentTypeError("'' names no folder; give one")
+    return Path(text).expanduser()
+
+
+def _new_folder(text: str) -> Path:
+    """Checked before the training, which takes minutes."""
+    folder = _folder(text)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"can't write in {there}; give another folder")
+    if there == folder and any(folder.iterdir()):
+        raise argparse.ArgumentTypeError(f"{folder} is not empty; give another folder or remove it")
+    return folder
+
+
+def _steps(text: str) -> int:
+    if (steps := _number(int, text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps; give 0 or more")
+    return steps
+
+
+def _seed(text: str) -> int:
+    if not -(2**63) <= (seed := _number(int, text)) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not within 64 bits; give a smaller one")
+    return seed
+
+
+def _rate(text: str) -> float:
+    if not 0 <= (rate := _number(float, text)) < 1:  # also refuses nan
+        raise argparse.ArgumentTypeError(f"{text} is no probability from 0 up to, but not, 1; give one such as 0.25")
+    return rate
+
+
+def _strength(text: str) -> float:
+    if not 0 < (strength := _number(float, text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and finite; give a factor such as 16")
+    return strength
+
+
+def _number(kind: type, text: str):
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number") from None
+
+
 def main(argv: list[str] | None = None) -> int:
-    """0 when the policy was written, 1 when it was refused or an argument was wrong."""
+    """0 when the policy was written, 1 when it was refused or --from can't be read; other arguments exit with 2."""
     args = parser().parse_args(argv)
     from quads_recipe.policy.make import PolicyRefused, make_policy
     from quads_recipe.policy.outliers import OutlierSettings
