@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything runs in $(VENV), which `make venv` makes from requirements/cpu.lock.
+# `make help` lists the targets. Everything runs in .venv (VENV), which `make venv` makes from requirements/cpu.lock.
 SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV ?= .venv

@@ -16,7 +16,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 MODEL = "actor_rollout_ref.model."
 ROW = {
     "prompt": [{"role": "user", "content": "1 + 1"}],
-    "data_source": "chain_sum",
+    "data_source": "openai/gsm8k",
     "reward_model": {"style": "rule", "ground_truth": "2"},
 }
 

@@ -142,3 +142,11 @@ def test_prompts_that_are_no_chats(config, tmp_path):
     file = save_data(tmp_path / "data.parquet", prompt="1 + 1")
     with pytest.raises(SettingsError, match="data.train_files = .*holds (large_)?string; verl needs chat messages"):
         check(changed(config, **of("data.", train_files=str(file))))
+
+
+def test_data_that_verl_has_no_reward_for(config, tmp_path):
+    file = save_data(tmp_path / "own.parquet", data_source="chain_sum")
+    own = changed(config, **of("data.", train_files=str(file), val_files=str(file)))
+    with pytest.raises(SettingsError, match="no reward for data_source 'chain_sum'; set reward.custom_reward"):
+        check(own)
+    check(changed(own, **of("reward.custom_reward_function.", path="mine.py")))

@@ -14,6 +14,7 @@ from quads_recipe.preflight_values import ROLLOUT, select
 _MANAGERS = ("naive", "dapo")
 _REWARD_COLUMNS = ("data_source", "reward_model")
 _OLD_NAMES = ("reward_manager", "reward_loop_source", "enable")  # verl still takes them, and they win
+_OWN_REWARD = ("reward.custom_reward_function", "custom_reward_function")
 _AGENTS = ("single_turn_agent", "tool_agent")
 
 
@@ -26,7 +27,10 @@ def check(config: DictConfig) -> None:
         if not files or not all(isinstance(file, str) and file for file in files):
             raise SettingsError(name, value, "no file; give a verl parquet, or a list of them")
         local = [Path(file).expanduser() for file in files if "://" not in file]
+        scored = "data_source" in needed and not any(select(config, f"{own}.path") for own in _OWN_REWARD)
         rows = sum(_rows(name, file, needed) for file in local)
+        for file in local if scored else ():
+            _check_scored(name, file)
         if name == "data.train_files" and len(local) == len(files) and rows < config.data.train_batch_size:
             few = f"holds {rows} rows, which is no batch; lower data.train_batch_size ({config.data.train_batch_size})"
             raise SettingsError(name, value, few)
@@ -77,6 +81,26 @@ def _rows(name: str, file: Path, needed: dict[str, str]) -> int:
     if "data_source" in needed:  # verl's own agents, which read chats
         _check_chats(name, file, next(iter(needed)))
     return metadata.num_rows
+
+
+def _check_scored(name: str, file: Path) -> None:
+    """verl's own scoring must know every `data_source`.
+
+    It is asked with nothing to score: unknown ones raise NotImplementedError, known ones something else, or nothing.
+    """
+    from pyarrow import parquet
+    from verl.utils.reward_score import default_compute_score
+
+    if file.suffix != ".parquet" or "agent_name" in parquet.read_schema(file).names:
+        return
+    for source in parquet.read_table(file, columns=["data_source"]).column(0).unique().to_pylist():
+        try:
+            default_compute_score(source, None, None)
+        except NotImplementedError:
+            remedy = f"verl has no reward for data_source {source!r}; set {_OWN_REWARD[0]}.path to a file with yours"
+            raise SettingsError(name, str(file), remedy) from None
+        except Exception:  # noqa: S110 - a known source, with nothing to score
+            pass
 
 
 def _check_chats(name: str, file: Path, column: str) -> None:
