@@ -130,6 +130,18 @@ def test_a_plan_of_another_version_is_refused(tmp_path):
         plan.read(tmp_path / "none")
 
 
+@pytest.mark.parametrize("content", [b"", b'{"format": 1', b"[1, 2]", b"null", b"\xff\xfe\x00"])
+def test_a_broken_plan_is_named(tmp_path, content, capsys):
+    (tmp_path / "plan.json").write_bytes(content)
+    (tmp_path / "about.json").write_text("{}")
+    with pytest.raises(StudyError, match="is broken"):
+        plan.settle(tmp_path, make_plan())
+    assert cli.main(["--report", "--out", str(tmp_path)]) == cli.WRONG
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'plan.json'}: is broken" in err and len(err.splitlines()) == 1
+    assert (tmp_path / "plan.json").read_bytes() == content
+
+
 def test_the_digest_of_a_policy_sees_weights_and_configuration(policy):
     first = plan.policy_digest(policy)
     assert plan.policy_digest(policy) == first

@@ -241,6 +241,27 @@ def test_studies_side_by_side(finished, tmp_path, capsys):
     assert "lr1e-3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no JSON"),
+        (b'{"plan": ', "no JSON"),
+        (b"[]", "no JSON object but []"),
+        (b"\xff\xfe", "no JSON"),
+        (b"{}", "has no plan, about, arms"),
+        (b'{"plan": {"steps": 1}, "about": {"outliers": null}, "arms": []}', "has no arms"),
+    ],
+)
+def test_broken_results_are_named(tmp_path, capsys, content, said):
+    file = Layout(tmp_path).report / "results.json"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    assert cli.main(["--compare", str(tmp_path), "--out", str(tmp_path / "c")]) == cli.WRONG
+    err = capsys.readouterr().err
+    assert f"{file}: is broken" in err and said in err and "--report --out" in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
 # --- drawings
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quads_recipe.study.layout import Layout
-from quads_recipe.study.plan import StudyError
+from quads_recipe.study.plan import StudyError, read_object
 
 TABLE = "compare.csv"
 _FIGURES = ("reward_first", "reward_last", "gain", "collapsed", "d_mean", "d_max", "own", "in_bf16")
@@ -17,7 +16,7 @@ _FIGURES = ("reward_first", "reward_last", "gain", "collapsed", "d_mean", "d_max
 def write(studies: Sequence[Path], out: Path) -> list[str]:
     """Writes compare.csv, a row per study and arm, into `out`; returns a table for the terminal.
 
-    Raises StudyError: a folder without a report.
+    Raises StudyError: a folder without a report, or with a broken one.
     """
     rows = [row for study in studies for row in rows_of(_results(study))]
     out.mkdir(parents=True, exist_ok=True)
@@ -32,7 +31,12 @@ def _results(study: Path) -> dict:
     file = Layout(study).report / "results.json"
     if not file.is_file():
         raise StudyError(f"--compare: {study} has no report/results.json; run or report that study first")
-    return json.loads(file.read_text())
+    remedy = f"write it again: quads study --report --out {study}"
+    results = read_object(file, remedy)
+    kinds = {"plan": dict, "about": dict, "arms": list}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(results.get(name), kind) or not results[name]]:
+        raise StudyError(f"{file}: is broken, has no {', '.join(wrong)}; {remedy}")
+    return results
 
 
 def rows_of(results: Mapping) -> list[dict]:

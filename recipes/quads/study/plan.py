@@ -62,9 +62,19 @@ def to_json(plan: Plan) -> str:
     return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
 
 
-def from_json(text: str) -> Plan:
+def read_object(file: Path, remedy: str) -> dict:
+    """The JSON object in a file. Raises StudyError, which names the file and ends with `remedy`."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no text
+        raise StudyError(f"{file}: is broken, no JSON ({error}); {remedy}") from None
+    if not isinstance(values, dict):
+        raise StudyError(f"{file}: is broken, holds no JSON object but {json.dumps(values)[:60]}; {remedy}")
+    return values
+
+
+def from_values(values: Mapping) -> Plan:
     """Raises StudyError for a file of another version of this program."""
-    values = json.loads(text)
     names = {field.name for field in dataclasses.fields(Plan)}
     if values.get("format") != FORMAT or values.keys() != names:
         raise StudyError(f"{PLAN}: was written by another version of `quads study`; give another --out")
@@ -77,7 +87,7 @@ def read(folder: Path) -> Plan:
     file = folder / PLAN
     if not file.is_file():
         raise StudyError(f"{folder} holds no {PLAN}; give the folder of a study")
-    return from_json(file.read_text())
+    return from_values(read_object(file, "give another --out, or restore the file from a backup"))
 
 
 def differences(there: Plan, asked: Plan) -> list[str]:
