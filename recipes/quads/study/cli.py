@@ -8,14 +8,13 @@ the seeds. Start it again with the same arguments to go on where it was interrup
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import sys
 from contextlib import closing
 from pathlib import Path
 
-from quads_recipe.study.plan import StudyError
+from quads_recipe.study.plan import StudyError, read_object
 from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES
 
 WRONG, FAILED, INTERRUPTED = 2, 1, 130
@@ -92,7 +91,8 @@ def _report(out: Path | None) -> int:
     about = out / "about.json"
     if not about.is_file():
         raise StudyError(f"--out: {out} holds no study that was started; give the folder of one")
-    results = report.write(out, json.loads(about.read_text()))
+    remedy = "start the study again with the same arguments, which writes it"
+    results = report.write(out, read_object(about, remedy))
     print("\n".join([*report.terminal_lines(results), f"report: {out / 'report' / report.PAGE}"]))
     return 0
 
