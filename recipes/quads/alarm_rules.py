@@ -173,27 +173,34 @@ def _kl(alarms: AlarmSettings, advice: Callable[[], str]) -> Rule:
     )
 
 
-def _nonfinite() -> Rule:
-    remedy = "Weights or an activation overflowed: look at actor/grad_norm, and go back to an earlier checkpoint"
+def _count(metric: str, found: str, gone: str, remedy: str) -> Rule:
+    """A figure of one step that must be 0. found: what comes after the number."""
     return Rule(
         watch=Watch(1),
-        figure=_named("quads/logprob_nonfinite_sum"),
+        figure=_named(metric),
         threshold=lambda: 0.0,
-        found=lambda level, _: f"{level:.0f} tokens have a logprob that is NaN or infinite",
-        gone=lambda *_: "all logprobs are finite again",
+        found=lambda level, _: f"{level:.0f} {found}",
+        gone=lambda *_: gone,
         advice=lambda: (remedy,),
     )
 
 
+def _nonfinite() -> Rule:
+    return _count(
+        "quads/logprob_nonfinite_sum",
+        found="tokens have a logprob that is NaN or infinite",
+        gone="all logprobs are finite again",
+        remedy="Weights or an activation overflowed: look at actor/grad_norm, and go back to an earlier checkpoint",
+    )
+
+
 def _lost() -> Rule:
-    remedy = "verl drops what failed and trains on the rest: look in the log for the error of the reward or agent loop"
-    return Rule(
-        watch=Watch(1),
-        figure=_named("quads/sequences_lost_sum"),
-        threshold=lambda: 0.0,
-        found=lambda level, _: f"{level:.0f} responses of this step are missing",
-        gone=lambda *_: "no response is missing again",
-        advice=lambda: (remedy,),
+    return _count(
+        "quads/sequences_lost_sum",
+        found="responses of this step are missing",
+        gone="no response is missing again",
+        remedy="verl drops what failed and trains on the rest: look in the log for the error of the reward or "
+        "agent loop",
     )
 
 
