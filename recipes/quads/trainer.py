@@ -17,7 +17,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from quads_ops.settings import QuadsSettings
-from quads_recipe import mask_warmup, probe, tensorboard_layout
+from quads_recipe import mask_warmup, probe, tensorboard_layout, training_prompts
 from quads_recipe import metrics as quads_metrics
 from quads_recipe.alarms import Alarms
 from quads_recipe.rollout_health import RolloutDeadError, require_alive
@@ -64,8 +64,11 @@ class QuadsTrainer(PPOTrainerSync):
         data, model = self.config.data, self.config.actor_rollout_ref.model
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         vocabulary = hf_config.get_text_config().vocab_size
-        prompts = self._training_prompts(mask_warmup.LOOKED_AT)
-        mask_warmup.check_prompts(prompts, data.max_prompt_length, data.truncation, vocabulary)
+        count = max(training_prompts.LOOKED_AT, self.settings.rollout.warmup)
+        options = OmegaConf.to_container(OmegaConf.create(data.get("apply_chat_template_kwargs") or {}), resolve=True)
+        prompts = training_prompts.tokenized(self.train_dataset, count, self.tokenizer, options)
+        training_prompts.check(prompts, data.max_prompt_length, data.truncation, vocabulary)
+        self._prompts = [prompt for prompt in prompts if len(prompt) <= data.max_prompt_length]
 
     def _init_resource_pool_mgr(self):
         super()._init_resource_pool_mgr()
@@ -94,17 +97,10 @@ class QuadsTrainer(PPOTrainerSync):
         if mask_warmup.wanted(self.settings):
             self._choose_first_masks()
 
-    def _training_prompts(self, count: int) -> list[list[int]]:
-        options = self.config.data.get("apply_chat_template_kwargs") or {}
-        options = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
-        return mask_warmup.training_prompts(self.train_dataset, count, self.tokenizer, options)
-
     def _choose_first_masks(self) -> None:
-        data = self.config.data
-        prompts = self._training_prompts(self.settings.rollout.warmup)
-        prompts = [prompt for prompt in prompts if len(prompt) <= data.max_prompt_length]
+        prompts = training_prompts.spread(self._prompts, self.settings.rollout.warmup)
         try:
-            mask_warmup.warm_up(self._servers(), prompts, data.max_response_length)
+            mask_warmup.warm_up(self._servers(), prompts, self.config.data.max_response_length)
         except Exception:
             self._require_rollout()
             raise
