@@ -144,6 +144,15 @@ def test_prompts_that_are_no_chats(config, tmp_path):
         check(changed(config, **of("data.", train_files=str(file))))
 
 
+def test_data_that_are_damaged_within(config, tmp_path):
+    """The end of the file, which says what it holds, is whole."""
+    file = save_data(tmp_path / "data.parquet")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])
+    with pytest.raises(SettingsError, match="data.train_files = .*: not a parquet that can be read: "):
+        check(changed(config, **of("data.", train_files=str(file))))
+
+
 def test_data_that_verl_has_no_reward_for(config, tmp_path):
     file = save_data(tmp_path / "own.parquet", data_source="chain_sum")
     own = changed(config, **of("data.", train_files=str(file), val_files=str(file)))

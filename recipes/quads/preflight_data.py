@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -21,16 +22,14 @@ _AGENTS = ("single_turn_agent", "tool_agent")
 def check(config: DictConfig) -> None:
     """Raises SettingsError."""
     needed = _needed_columns(config)
+    scored = "data_source" in needed and not any(select(config, f"{own}.path") for own in _OWN_REWARD)
     for name in ("data.train_files", "data.val_files"):
         value = select(config, name)
         files = value if isinstance(value, list) else [value]
         if not files or not all(isinstance(file, str) and file for file in files):
             raise SettingsError(name, value, "no file; give a verl parquet, or a list of them")
         local = [Path(file).expanduser() for file in files if "://" not in file]
-        scored = "data_source" in needed and not any(select(config, f"{own}.path") for own in _OWN_REWARD)
-        rows = sum(_rows(name, file, needed) for file in local)
-        for file in local if scored else ():
-            _check_scored(name, file)
+        rows = sum(_check_file(name, file, needed, scored) for file in local)
         if name == "data.train_files" and len(local) == len(files) and rows < config.data.train_batch_size:
             few = f"holds {rows} rows, which is no batch; lower data.train_batch_size ({config.data.train_batch_size})"
             raise SettingsError(name, value, few)
@@ -55,66 +54,104 @@ def _needed_columns(config: DictConfig) -> dict[str, str]:
     return needed
 
 
-def _rows(name: str, file: Path, needed: dict[str, str]) -> int:
-    """Rows of a file of data; of one that is no parquet, none are counted as missing."""
-    from pyarrow import ArrowException, parquet
+def _check_file(name: str, file: Path, needed: dict[str, str], scored: bool) -> int:
+    """Its rows; one that is no parquet counts as many.
 
+    scored: by verl's own functions.
+    """
     if not file.is_file():
         raise SettingsError(name, str(file), "no such file; give a verl parquet")
     if file.suffix != ".parquet":
         return sys.maxsize
     try:
-        metadata = parquet.read_metadata(file)
-        columns = parquet.read_schema(file).names
-    except (ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SettingsError(name, str(file), f"not a parquet that can be read: {reason}") from None
+        with _Parquet(file) as data:
+            _check_columns(data, needed)
+            if not data.rows:
+                raise _Unfit("has no rows; give one that has")
+            if "data_source" in needed:  # verl's own agents, which read chats
+                _check_chats(data, next(iter(needed)))
+            if scored and "agent_name" not in data.columns:
+                _check_scored(data)
+            return data.rows
+    except _Unfit as problem:
+        raise SettingsError(name, str(file), str(problem)) from None
+
+
+class _Unfit(Exception):
+    """Says what is wrong with the file, and the remedy."""
+
+
+class _Parquet:
+    """A file of data, opened once.
+
+    Attributes:
+        columns: their names.
+        rows: how many.
+    """
+
+    def __init__(self, file: Path):
+        from pyarrow import ArrowException, parquet
+
+        self._errors = (ArrowException, OSError)
+        try:
+            self._file = parquet.ParquetFile(file)
+        except self._errors as error:
+            raise self._unreadable(error) from None
+        self.columns: list[str] = self._file.schema_arrow.names
+        self.rows: int = self._file.metadata.num_rows
+
+    def __enter__(self) -> _Parquet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def column(self, name: str) -> Any:
+        """As a pyarrow.ChunkedArray."""
+        try:
+            return self._file.read(columns=[name]).column(name)
+        except self._errors as error:
+            raise self._unreadable(error) from None
+
+    @staticmethod
+    def _unreadable(error: Exception) -> _Unfit:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return _Unfit(f"not a parquet that can be read: {lines[0]}")
+
+
+def _check_columns(data: _Parquet, needed: dict[str, str]) -> None:
     for column, setting in needed.items():
         # A row may name an agent of its own, which then scores it.
-        if column not in columns and not (column in _REWARD_COLUMNS and "agent_name" in columns):
-            there = ", ".join(columns)
-            raise SettingsError(
-                name, str(file), f"has no column {column} ({setting}); it has {there}. Add the column, or set another"
-            )
-    if not metadata.num_rows:
-        raise SettingsError(name, str(file), "has no rows; give one that has")
-    if "data_source" in needed:  # verl's own agents, which read chats
-        _check_chats(name, file, next(iter(needed)))
-    return metadata.num_rows
+        if column not in data.columns and not (column in _REWARD_COLUMNS and "agent_name" in data.columns):
+            there = ", ".join(data.columns)
+            raise _Unfit(f"has no column {column} ({setting}); it has {there}. Add the column, or set another")
 
 
-def _check_scored(name: str, file: Path) -> None:
+def _check_chats(data: _Parquet, column: str) -> None:
+    """Every prompt is a list of messages, with at least one."""
+    from pyarrow import compute, types
+
+    prompts = data.column(column)
+    if not (types.is_list(prompts.type) or types.is_large_list(prompts.type)):
+        raise _Unfit(f"column {column} holds {prompts.type}; verl needs chat messages, a list of role and content")
+    empty = compute.or_kleene(compute.is_null(prompts), compute.equal(compute.list_value_length(prompts), 0))
+    row = compute.index(empty, True).as_py()
+    if row >= 0:
+        raise _Unfit(f"row {row} of column {column} is empty; leave it out, or fill it")
+
+
+def _check_scored(data: _Parquet) -> None:
     """verl's own scoring must know every `data_source`.
 
     It is asked with nothing to score: unknown ones raise NotImplementedError, known ones something else, or nothing.
     """
-    from pyarrow import parquet
     from verl.utils.reward_score import default_compute_score
 
-    if file.suffix != ".parquet" or "agent_name" in parquet.read_schema(file).names:
-        return
-    for source in parquet.read_table(file, columns=["data_source"]).column(0).unique().to_pylist():
+    for source in data.column("data_source").unique().to_pylist():
         try:
             default_compute_score(source, None, None)
         except NotImplementedError:
-            remedy = f"verl has no reward for data_source {source!r}; set {_OWN_REWARD[0]}.path to a file with yours"
-            raise SettingsError(name, str(file), remedy) from None
+            remedy = f"set {_OWN_REWARD[0]}.path to a file with yours"
+            raise _Unfit(f"verl has no reward for data_source {source!r}; {remedy}") from None
         except Exception:  # noqa: S110 - a known source, with nothing to score
             pass
-
-
-def _check_chats(name: str, file: Path, column: str) -> None:
-    """Every prompt is a list of messages, with at least one."""
-    from pyarrow import compute, parquet, types
-
-    prompts = parquet.read_table(file, columns=[column]).column(column)
-    if not (types.is_list(prompts.type) or types.is_large_list(prompts.type)):
-        raise SettingsError(
-            name,
-            str(file),
-            f"column {column} holds {prompts.type}; verl needs chat messages, a list of role and content",
-        )
-    empty = compute.or_kleene(compute.is_null(prompts), compute.equal(compute.list_value_length(prompts), 0))
-    row = compute.index(empty, True).as_py()
-    if row >= 0:
-        raise SettingsError(name, str(file), f"row {row} of column {column} is empty; leave it out, or fill it")
