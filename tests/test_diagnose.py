@@ -144,7 +144,9 @@ def test_an_output_folder_that_cannot_be(checkpoint, sums, tmp_path, capsys):
     assert diagnose.main([*base, "--out", str(tmp_path / "file" / "out")]) == 1
     assert "can't write there" in capsys.readouterr().err
     assert diagnose.main([*base, "--out", str(tmp_path / "file")]) == 1
-    assert f"--out {tmp_path / 'file'}: is a file; give a folder" in capsys.readouterr().err
+    assert f"--out: {tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
+    assert diagnose.main([*base, "--out", ""]) == 1
+    assert "--out: '' names no folder; give one" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_weight(checkpoint, sums, tmp_path, capsys):

@@ -122,6 +122,18 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_folder_that_is_none(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StudyError, match="--out: .*file is a file; give a folder"):
+        plan.settle(tmp_path / "file", make_plan())
+    for given, said in ((str(tmp_path / "file"), "file is a file; give a folder"), (" ", "' ' names no folder")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["--out", given])
+        assert ended.value.code == cli.WRONG
+        err = capsys.readouterr().err
+        assert "argument --out: " in err and said in err
+
+
 def test_a_plan_of_another_version_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"format": 1, "steps": 3}))
     with pytest.raises(StudyError, match="another version"):

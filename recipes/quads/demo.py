@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quads_recipe.paths import POLICIES, configs_dir, hydra_value, policy_dir
+from quads_recipe.paths import POLICIES, configs_dir, given_folder, hydra_value, policy_dir
 
 POLL_SECONDS = 0.5
 INTERRUPTED = 130
@@ -102,11 +102,10 @@ def check(args: argparse.Namespace) -> None:
 
 def make_run_dir(given: str | Path | None) -> Path:
     """The run folder, made, and empty. Raises DemoError."""
-    folder = Path(time.strftime("runs/demo-%Y%m%d-%H%M%S") if given is None else given).expanduser().resolve()
-    if given is not None and not str(given).strip():
-        raise DemoError(f"--run-dir: {given!r} names no folder; give one, or leave the option out")
-    if folder.exists() and not folder.is_dir():
-        raise DemoError(f"--run-dir: {folder} is a file; give a folder")
+    try:
+        folder = given_folder(time.strftime("runs/demo-%Y%m%d-%H%M%S") if given is None else given).resolve()
+    except argparse.ArgumentTypeError as error:
+        raise DemoError(f"--run-dir: {error}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -184,7 +183,10 @@ def train(command: list[str], environment: dict[str, str], run_dir: Path, steps:
     scratch = tempfile.mkdtemp(prefix="qd-")  # short, because Ray's socket paths are limited to about 100 characters
     environment = {**environment, "TMPDIR": scratch}
     try:
-        with TrainerProcess(command, environment, log) as trainer, RunDisplay(metrics, log, steps) as display:
+        with (
+            TrainerProcess(command, environment, log, Path(scratch)) as trainer,
+            RunDisplay(metrics, log, steps) as display,
+        ):
             while (status := trainer.poll()) is None:
                 display.update()
                 time.sleep(POLL_SECONDS)

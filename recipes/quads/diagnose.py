@@ -17,7 +17,7 @@ from quads_ops.compat import UnsupportedVersion
 from quads_ops.settings import ARMS, GRANULARITIES, SCOPES, SCORES, QuadsSettings, SettingsError
 from quads_recipe.analysis.prompts import PromptError, read_prompts
 from quads_recipe.diagnose_run import DTYPES, DiagnoseError, Request
-from quads_recipe.paths import POLICIES, policy_dir
+from quads_recipe.paths import POLICIES, given_folder, policy_dir
 
 RATIOS = "0,0.125,0.25,0.5,0.75,1"
 
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ratios", default=RATIOS, help="residual ratios (default %(default)s); '' for none")
     p.add_argument("--prompts", type=int, default=64, help="prompts to use, one response each (default %(default)s)")
     p.add_argument("--max-new", type=int, default=64, help="most tokens of a response (default %(default)s)")
-    p.add_argument("--out", type=Path, help="folder for the report (default runs/diagnose-TIME)")
+    p.add_argument("--out", help="folder for the report (default runs/diagnose-TIME)")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="compute dtype of both sides (default %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     p.add_argument("--raw", action="store_true", help="feed text prompts as they are, without the chat template")
@@ -105,8 +105,10 @@ def request_from(args: argparse.Namespace) -> Request:
         raise DiagnoseError(
             f"--model {args.model!r}: names no model; give a checkpoint folder, or {', '.join(POLICIES)}"
         )
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        raise DiagnoseError(f"--out {args.out}: is a file; give a folder")
+    try:
+        given_folder("runs" if args.out is None else args.out)
+    except argparse.ArgumentTypeError as error:
+        raise DiagnoseError(f"--out: {error}") from None
     return Request(
         model=str(policy_dir(args.model)),
         prompts=read_prompts(args.data),
@@ -164,8 +166,8 @@ def _patterns(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _out_folder(out: Path | None) -> Path:
-    out = out or Path("runs") / time.strftime("diagnose-%Y%m%d-%H%M%S")
+def _out_folder(given: str | None) -> Path:
+    out = given_folder(time.strftime("runs/diagnose-%Y%m%d-%H%M%S") if given is None else given)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "diagnose.json").touch()

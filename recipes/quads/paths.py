@@ -1,5 +1,7 @@
-"""Where the package's own data lies, in a checkout as well as in an installed package."""
+"""Where the package's own data lies, in a checkout as well as in an installed package; folders that options name."""
 
+import argparse
+import os
 import re
 from pathlib import Path
 
@@ -27,6 +29,19 @@ def policy_dir(policy: str) -> Path:
         raise FileNotFoundError(
             f"policy {policy!r}: {folder} has no config.json; use {choices} or a Hugging Face checkpoint folder"
         )
+    return folder
+
+
+def given_folder(text: str | Path) -> Path:
+    """The folder that an option names, which need not be there; for argparse's `type=` as well.
+
+    Raises argparse.ArgumentTypeError: it is empty, which Path would take for the current folder, or is a file.
+    """
+    if not str(text).strip():
+        raise argparse.ArgumentTypeError(f"{str(text)!r} names no folder; give one")
+    folder = Path(text).expanduser()
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"{folder} is a file; give a folder")
     return folder
 
 

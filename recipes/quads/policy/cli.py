@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from quads_recipe.paths import given_folder
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="quads make-policy", description=__doc__)
@@ -17,24 +19,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--error-rate", type=_rate, help="probability of a wrong running sum in an imperfect demonstration")
     p.add_argument("--outlier-strength", type=_strength, help="factor on an outlier channel (default 16)")
     p.add_argument(
-        "--from", dest="source", type=_folder, metavar="DIR", help="take this policy instead of training one"
+        "--from", dest="source", type=given_folder, metavar="DIR", help="take this policy instead of training one"
     )
     p.add_argument("--force", action="store_true", help="write it whatever its pass@1 is")
     return p
 
 
-def _folder(text: str) -> Path:
-    if not text.strip():  # Path would take it for the current folder
-        raise argparse.ArgumentTypeError("'' names no folder; give one")
-    return Path(text).expanduser()
-
-
 def _new_folder(text: str) -> Path:
     """Checked before the training, which takes minutes."""
-    folder = _folder(text)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{there} is a file; give a folder")
+    folder = given_folder(text)
+    there = given_folder(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
     if not os.access(there, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"can't write in {there}; give another folder")
     if there == folder and any(folder.iterdir()):

@@ -14,6 +14,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from quads_recipe.paths import given_folder
 from quads_recipe.study.plan import StudyError, read_object
 from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES
 
@@ -25,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         prog="quads study", description=__doc__, epilog=_epilog(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--preset", default="quick", choices=PRESETS, help="prepared study (default %(default)s)")
-    p.add_argument("--out", type=_folder, help="folder of the study (default runs/study-PRESET-...)")
+    p.add_argument("--out", type=given_folder, help="folder of the study (default runs/study-PRESET-...)")
     p.add_argument("--policy", help="natural, outlier or a checkpoint folder (default: the preset's)")
     p.add_argument("--outlier-strength", type=float, metavar="FACTOR", help="of the policy `outlier` (shipped: 16)")
     p.add_argument("--stress", action="append", default=[], choices=STRESSES, help="harder settings; may be repeated")
@@ -48,12 +49,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--report", action="store_true", help="only write the report again, of what the folder holds")
     p.add_argument("--compare", type=Path, nargs="+", metavar="STUDY", help="only compare these study folders")
     return p
-
-
-def _folder(text: str) -> Path:
-    if not text.strip():  # Path would take it for the current folder
-        raise argparse.ArgumentTypeError("is empty; give a folder")
-    return Path(text)
 
 
 def _epilog() -> str:

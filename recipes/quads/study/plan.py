@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from quads_recipe.paths import given_folder
 
 PLAN = "plan.json"
 POLICY = "policy"
@@ -140,8 +143,10 @@ def settle(folder: Path, asked: Plan) -> Plan:
 
 def require_ours(folder: Path) -> None:
     """Raises StudyError if `folder` is a file, or holds other things than a study."""
-    if folder.exists() and not folder.is_dir():
-        raise StudyError(f"--out: {folder} is a file; give a folder")
+    try:
+        given_folder(folder)
+    except argparse.ArgumentTypeError as error:
+        raise StudyError(f"--out: {error}") from None
     if folder.is_dir() and not (folder / PLAN).is_file() and any(file.name != POLICY for file in folder.iterdir()):
         raise StudyError(f"--out: {folder} is not empty and holds no {PLAN}; give another folder")
 
