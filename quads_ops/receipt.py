@@ -17,6 +17,7 @@ import torch
 
 from quads_ops import cpu_qdq
 from quads_ops.formats import BLOCK_SIZE
+from quads_ops.listing import first_names
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _CHUNK_BLOCKS = 1 << 22  # bounds the temporaries: 32 MiB each
@@ -132,8 +133,7 @@ def _difference(a: Entry, b: Entry) -> str:
 
 
 def _listing(kind: str, items: list[str], show: int) -> str:
-    more = f" and {len(items) - show} more" if len(items) > show else ""
-    return f"{kind} ({len(items)}): {', '.join(items[:show])}{more}"
+    return f"{kind} ({len(items)}): {first_names(items, show)}"
 
 
 def _scale_text(bits: int) -> str:

@@ -10,7 +10,7 @@ may name tensors as vLLM knows and this package doesn't; what can't be told then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from quads_ops.listing import first_names
 from quads_ops.vllm_method import checkpoint_map, compat_vllm, names
 
-_SHOWN = 8
 _REMEDY = (
     "Save the whole model again (its config.json says what belongs to it), or start with load_format=dummy if the "
     "weights come from a trainer"
@@ -127,12 +127,12 @@ class CheckedStream:
         missing = sorted(name for name in absent if surely(self.wanted[name]))
         if missing:
             count = f"{len(missing)} of {len(self.wanted)} tensors"
-            raise ValueError(f"quads_nvfp4: the checkpoint lacks {count}: {listing(missing)}. {_REMEDY}")
+            raise ValueError(f"quads_nvfp4: the checkpoint lacks {count}: {first_names(missing, 8)}. {_REMEDY}")
         if absent:
             logger.warning(
                 "quads_nvfp4: the checkpoint has names that are not known here; could not check whether it is complete "
                 "in %s",
-                listing(sorted(absent)),
+                first_names(sorted(absent), 8),
             )
 
     def _noted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,9 +164,3 @@ class CheckedStream:
         name = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}.get(want.parameter.rpartition(".")[2])
         joined = {want.parameter} if name is None else {f"{want.module}.{name}", f"{want.module}.{name}.weight"}
         return want.elsewhere or not self.seen.isdisjoint({self.table.canonical(one) for one in joined})
-
-
-def listing(items: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{', '.join(items[:_SHOWN])}{more}"

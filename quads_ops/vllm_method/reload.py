@@ -20,6 +20,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from quads_ops import receipt
+from quads_ops.listing import first_names
 from quads_ops.vllm_method import checkpoint_map, compat_vllm, first_load, names, source_amax
 from quads_ops.vllm_method.compensation import RollReport
 from quads_ops.vllm_method.cpu_reload import fresh_cpu_moe_kernels, repack_tied_head
@@ -91,7 +92,7 @@ class WeightUpdate:
         """
         missing = sorted(self._wanted.keys() - self._seen)
         if missing:
-            raise WeightUpdateError(f"the weight stream ended without {first_load.listing(missing)}")
+            raise WeightUpdateError(f"the weight stream ended without {first_names(missing, 8)}")
         compat_vllm.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
         if self._tied:
             repack_tied_head(self.model)

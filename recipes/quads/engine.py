@@ -19,6 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from quads_ops.fake_quant import convert
 from quads_ops.fake_quant_control import FakeQuantControl
+from quads_ops.listing import first_names
 from quads_ops.matrix_plan import PlannedParameter, plan_parameters
 from quads_ops.receipt import Entry
 from quads_ops.settings import QuadsSettings, SettingsError
@@ -78,7 +79,8 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
             self.fake_quant = convert(module, targets, settings.actor.mode, recompute=recompute)
             if self.rank == 0:
                 names = self.fake_quant.names
-                print(f"quads: actor {settings.actor.mode}, {len(names)} modules fake-quantized: {_shown(names)}")
+                shown = first_names(names, 4)
+                print(f"quads: actor {settings.actor.mode}, {len(names)} modules fake-quantized: {shown}")
         return module
 
     def _build_fsdp_module(self, module):
@@ -175,7 +177,3 @@ def _cpu_patches():
     from quads_recipe.cpu.fsdp import patched
 
     return patched()
-
-
-def _shown(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

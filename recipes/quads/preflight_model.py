@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from quads_ops.formats import BLOCK_SIZE
+from quads_ops.listing import first_names
 from quads_ops.matrix_plan import PlannedParameter, plan_parameters, quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
@@ -181,8 +182,7 @@ def _describe(model: nn.Module, targets: Targets, planned: dict[str, PlannedPara
 
 
 def _names(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} module{'s' * (len(names) != 1)} ({shown})" if names else "nothing"
+    return f"{len(names)} module{'s' * (len(names) != 1)} ({first_names(names, 3)})" if names else "nothing"
 
 
 def _check_shards(parameter: PlannedParameter, rollout: DictConfig) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quads_ops.listing import first_names
 from quads_ops.settings import SettingsError
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,7 +47,7 @@ def check(setting: str, path: Path, model: nn.Module, *, fewer_layers: bool = Fa
     except _Unfit as problem:
         raise SettingsError(setting, str(path), str(problem)) from None
     ignored = sorted(found.unexpected_keys)
-    return [f"not part of the model, and ignored in the checkpoint: {_some(ignored)}"] if ignored else []
+    return [f"not part of the model, and ignored in the checkpoint: {first_names(ignored, 3)}"] if ignored else []
 
 
 class _Unfit(Exception):
@@ -125,7 +126,7 @@ def _check_missing(model: nn.Module, found) -> None:
     gone = found.missing_keys - found.conversion_errors.keys()
     missing = [name for name, _ in model.named_parameters() if name in gone]
     if missing:
-        raise _Unfit(f"lacks {_some(missing)}, which would start at random; give a complete checkpoint")
+        raise _Unfit(f"lacks {first_names(missing, 3)}, which would start at random; give a complete checkpoint")
 
 
 def _check_shapes(found) -> None:
@@ -159,7 +160,3 @@ def _check_unexpected(model: nn.Module, names: set[str], fewer_layers: bool) -> 
                 f"holds {name}, for which the model of config.json has no place; give weights and config.json that "
                 "belong together"
             )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
