@@ -161,6 +161,14 @@ def test_no_exception_starts_a_run_without_quads(monkeypatch, capsys):
     assert "quads: error: the configuration can't be read: ZeroDivisionError: division by" in capsys.readouterr().err
 
 
+def test_a_module_that_cannot_be_imported_starts_no_run_either(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "quads_recipe.derive", None)
+    with pytest.raises(SystemExit) as caught:
+        QuadsCallback().on_run_start(OmegaConf.create({}))
+    assert caught.value.code == 2
+    assert "quads: error: the configuration can't be read: ModuleNotFoundError" in capsys.readouterr().err
+
+
 def test_whole_experts_under_expert_parallelism(config, monkeypatch):
     """Their shapes are not cut: what tensor parallelism of 4 refuses is possible."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
