@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from support_study import make_plan, step_line
 
+from quads_recipe.demo_process import alive
 from quads_recipe.demo_report import Step
 from quads_recipe.study import collect, plan, runner
 from quads_recipe.study.layout import Layout
@@ -168,24 +169,34 @@ KILLED = """
 """
 
 
-def test_killed_in_the_middle_and_started_again(tmp_path):
-    """SIGKILL gives the study no chance to end its trainer: the next start does, and trains what is missing."""
+@pytest.mark.parametrize("guarded", [True, False])
+def test_killed_in_the_middle_and_started_again(tmp_path, guarded):
+    """SIGKILL gives the study no chance to end its trainer: a guard does, and without one the next start of the study.
+
+    The next start trains what is missing.
+    """
     script = textwrap.dedent(KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
     process = subprocess.Popen([sys.executable, "-c", script])
     hung = Layout(tmp_path).run("quads", 0)
     assert eventually(lambda: hung.log.is_file() and "step 2" in hung.log.read_text())
+    trainer = psutil.Process(json.loads((hung.folder / "trainer.json").read_text())["pid"])
+    if not guarded:
+        for child in psutil.Process(process.pid).children():
+            if "quads_recipe.demo_guard" in child.cmdline():
+                child.kill()
     process.kill()
     process.wait()
-    trainer = psutil.Process(json.loads((hung.folder / "trainer.json").read_text())["pid"])
-    assert trainer.is_running()
+    if guarded:
+        assert eventually(lambda: not alive(trainer), seconds=30)
+    else:
+        assert trainer.is_running()
     mark = (tmp_path / "runs" / "bf16-seed0" / "done.json").stat().st_mtime_ns
 
     one, layout, asked, out = study(tmp_path)
     assert train_all(one, layout, asked) == [True] * 4
-    assert (
-        not trainer.is_running()
-        and f"ended the trainer {trainer.pid} of an earlier start of quads-seed0" in out.getvalue()
-    )
+    if not guarded:
+        assert not trainer.is_running()
+        assert f"ended the trainer {trainer.pid} of an earlier start of quads-seed0" in out.getvalue()
     assert (tmp_path / "runs" / "bf16-seed0" / "done.json").stat().st_mtime_ns == mark
     assert len(collect.steps(hung.metrics_files())) == 4 and hung.done()["attempt"] == 1
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,19 +27,30 @@ _HYDRA = "Error executing job with overrides"
 
 
 class TrainerProcess:
-    """A command in its own session, its output in a log file. Use as a context manager: leaving it ends the session."""
+    """A command in its own session, its output in a log file. Use as a context manager: leaving it ends the session.
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path):
+    If this process dies without leaving it, as after `kill -9`, a guard (quads_recipe.demo_guard) ends the session.
+
+    scratch: a folder of temporary files that the guard removes then.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path, scratch: Path | None = None):
         self.command, self.log = command, log
+        guard = [sys.executable, "-m", "quads_recipe.demo_guard", *([str(scratch)] if scratch else [])]
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            shared = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            # First, so that it is there for the whole life of the trainer. It waits at the end of a pipe.
+            self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, **shared)
+            try:
+                self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, **shared)
+            except BaseException:
+                self._dismiss_guard()
+                raise
+        try:
+            self._guard.stdin.write(f"{self.process.pid}\n".encode())
+            self._guard.stdin.flush()
+        except BrokenPipeError:  # it was ended; the trainer is no worse off
+            pass
 
     def __enter__(self) -> "TrainerProcess":
         return self
@@ -52,15 +64,7 @@ class TrainerProcess:
 
     def members(self) -> list[psutil.Process]:
         """The processes of the session, and their descendants that opened a session of their own."""
-        found: dict[int, psutil.Process] = {}
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self.process.pid:
-                    found[process.pid] = process
-                    found |= {child.pid: child for child in process.children(recursive=True)}
-            except (psutil.Error, ProcessLookupError, PermissionError):
-                continue
-        return [process for process in found.values() if process.is_running()]
+        return session(self.process.pid)
 
     def end(self, patience: float = 15.0) -> None:
         """Asks the command to end, then its whole session, then kills what is left. Returns when nothing is left.
@@ -69,22 +73,54 @@ class TrainerProcess:
         leave the trainer running.
         """
         with _undisturbed():
-            self._end(patience)
+            members = self.members()
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)  # the driver then shuts Ray down itself
+                try:
+                    self.process.wait(patience)
+                except subprocess.TimeoutExpired:
+                    pass
+            stop(members + self.members())
+            self.process.wait()
+            self._dismiss_guard()
 
-    def _end(self, patience: float) -> None:
-        members = self.members()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)  # the driver then shuts Ray down itself
-            try:
-                self.process.wait(patience)
-            except subprocess.TimeoutExpired:
-                pass
-        members = {p.pid: p for p in members + self.members()}.values()
-        for stop, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            members = [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-            _signal_all(members, stop)
-            _, members = psutil.wait_procs(members, timeout=seconds)
-        self.process.wait()
+    def _dismiss_guard(self) -> None:
+        self._guard.kill()  # before its pipe closes, which would make it act
+        self._guard.wait()
+        try:
+            self._guard.stdin.close()
+        except BrokenPipeError:
+            pass
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """The processes of the session that `leader` opened, and their descendants that opened a session of their own."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader:
+                found[process.pid] = process
+                found |= {child.pid: child for child in process.children(recursive=True)}
+        except (psutil.Error, ProcessLookupError, PermissionError):
+            continue
+    return [process for process in found.values() if process.is_running()]
+
+
+def stop(processes: list[psutil.Process]) -> None:
+    """Asks them to end, and kills what is left after 5 seconds. Takes 10 seconds at most."""
+    left = list({process.pid: process for process in processes}.values())
+    for asked in (signal.SIGTERM, signal.SIGKILL):
+        left = [p for p in left if alive(p)]
+        _signal_all(left, asked)
+        _, left = psutil.wait_procs(left, timeout=5.0)
+
+
+def alive(process: psutil.Process) -> bool:
+    """False for one that has ended, though its parent may not have noticed yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
@@ -102,10 +138,10 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(name, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
-def _signal_all(processes: list[psutil.Process], stop: signal.Signals) -> None:
+def _signal_all(processes: list[psutil.Process], asked: signal.Signals) -> None:
     for process in processes:
         try:
-            process.send_signal(stop)
+            process.send_signal(asked)
         except psutil.Error:
             continue
 

@@ -1,4 +1,7 @@
-"""A trainer that outlived its study (which was killed, not interrupted) is ended before its run starts anew."""
+"""A trainer that outlived its study is ended before its run starts anew.
+
+Only where the study was killed together with the guard that ends its trainers then (quads_recipe.demo_guard).
+"""
 
 from __future__ import annotations
 
