@@ -23,7 +23,7 @@ $(STAMP): requirements/cpu.lock requirements/install.py requirements/locked.py s
 	  echo "QUADS needs Python 3.11, and \`$(PYTHON)\` is not that. Install it, or say where it is: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); } || { \
 	  echo "\`$(PYTHON) -m venv\` failed; on Debian and Ubuntu it needs the package python3.11-venv." >&2; exit 1; }
-	@echo "Installing requirements/cpu.lock into $(VENV) (3 to 6 minutes; nothing to do the next time)"
+	@echo "Installing requirements/cpu.lock into $(VENV): 3 to 6 minutes, with little to see while pip unpacks. Nothing to do the next time"
 	@$(BIN)/python requirements/install.py --torch-index "$(TORCH_INDEX)"
 	@touch $(STAMP)
 

@@ -29,7 +29,7 @@ def line(step, **data):
     return json.dumps({"step": step, "data": data})
 
 
-def full_line(step, reward):
+def full_line(step, reward, seconds=5.0):
     return line(
         step,
         **{
@@ -39,7 +39,7 @@ def full_line(step, reward):
             "quads/logprob_abs_diff_max": 0.5 + step,
             "quads/changed_codes_mean": 0.0123,
             "quads/receipts_equal_min": 1.0,
-            "timing_s/step": 5.0,
+            "timing_s/step": seconds,
             "timing_s/gen": 3.0,
             "timing_s/update_actor": 1.0,
         },
@@ -304,7 +304,7 @@ def test_progress_shows_notices_and_steps_as_they_come(tmp_path, terminal):
     with shown:
         shown.update()
         (tmp_path / "log.txt").write_text("noise\n(Worker pid=3) quads: path cpu emulated\nquads: path cpu emulated\n")
-        (tmp_path / "metrics.jsonl").write_text(full_line(1, 0.5) + "\n")
+        (tmp_path / "metrics.jsonl").write_text(full_line(1, 0.5, seconds=50.0) + "\n")
         shown.update()
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write(full_line(2, 0.625) + "\n" + full_line(3, 0.7)[:30])
@@ -314,8 +314,9 @@ def test_progress_shows_notices_and_steps_as_they_come(tmp_path, terminal):
     text = out.getvalue()
     assert "quads: alarm: step 2: mean |d|" in text
     assert text.count("quads: path cpu emulated") == 1 and "noise" not in text and "synced again" not in text
-    assert "step 1/3  reward 0.500  |d| 0.0050 (p99 0.120)  5.0 s  10 s left" in text
-    assert "step 2/3  reward 0.625" in text and "step 3/3" not in text
+    # The first step is slow, so the time left is told from the second on.
+    assert "step 1/3  reward 0.500  |d| 0.0050 (p99 0.120)  50.0 s\n" in text
+    assert "step 2/3  reward 0.625  |d| 0.0050 (p99 0.120)  5.0 s  5 s left\n" in text and "step 3/3" not in text
     assert terminal == ("\x1b[" in text)
 
 

@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, _interrupt)
     print(f"run folder: {run_dir}\nby hand:    {run_dir / 'command.sh'}", flush=True)
+    print("Starting Ray, verl and vLLM takes a minute or more; then there is a line for each step.", flush=True)
     status = train(command, environment, run_dir, args.steps)
     report(run_dir, f"QUADS demo: arm {args.arm}, policy {Path(args.policy).name}, seed {args.seed}")
     return status

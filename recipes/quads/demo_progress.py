@@ -71,8 +71,11 @@ class RunDisplay:
         return "  ".join([*parts, self.eta()]).rstrip()
 
     def eta(self) -> str:
-        """Time left by the median of the last ten steps; empty while unknown or when done."""
-        recent = [s.seconds for s in self.steps[-10:] if s.seconds is not None]
+        """Time left by the median of the last ten steps; empty while unknown or when done.
+
+        The first step does not count: what is compiled or filled at first use makes it several times as long.
+        """
+        recent = [s.seconds for s in self.steps[1:][-10:] if s.seconds is not None]
         left = self.total - len(self.steps)
         if not recent or left <= 0:
             return ""
