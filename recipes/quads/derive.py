@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -18,6 +15,7 @@ from quads_recipe import (
     preflight_rollout,
     preflight_tokenizer,
     preflight_weights,
+    ray_folder,
     run_id,
 )
 from quads_recipe.preflight_values import MODEL
@@ -89,15 +87,14 @@ def _write(config: DictConfig, settings: QuadsSettings) -> None:
 
 
 def _write_ray(config: DictConfig) -> None:
-    """One id for the run in every process; on a CPU a private temp dir, since Ray's default is shared by all runs."""
+    """One id for the run in every process; on a CPU a private folder for Ray."""
     os.environ[run_id.ENV] = run_id.new_run_id()
     env = {run_id.ENV: os.environ[run_id.ENV]}
     ray_init = config.ray_kwargs.ray_init
     if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
         env["VERL_PLATFORM"] = "cpu"
         if not ray_init.get("_temp_dir") and not ray_init.get("address"):
-            ray_init._temp_dir = tempfile.mkdtemp(prefix="quads-")
-            atexit.register(shutil.rmtree, ray_init._temp_dir, ignore_errors=True)
+            ray_init._temp_dir = ray_folder.make()
     runtime_env = ray_init.get("runtime_env") or {}
     env_vars = OmegaConf.create({str(k): str(v) for k, v in (runtime_env.get("env_vars") or {}).items()})
     ray_init.runtime_env = {**runtime_env, "env_vars": {**env_vars, **env}}
