@@ -1,5 +1,6 @@
-// NVFP4 on a CPU: the arithmetic of nvfp4.py, residual.py and receipt.py, with a block of 16 elements in one vector.
-// Vectors are GCC's (`vector_size`); it compiles them to whatever registers the machine has.
+// NVFP4 on a CPU: the arithmetic of nvfp4.py, residual.py and receipt.py, in vectors as long as the machine's
+// registers: a block of 16 elements is one vector with AVX-512, two with AVX2 and four elsewhere. Vectors are GCC's
+// (`vector_size`); longer ones it would split, keep in memory and shuffle lane by lane.
 // Must be compiled with -ffp-contract=off and without -ffast-math: results equal the torch definition in every bit.
 #include <cstdint>
 #include <cstring>
@@ -9,20 +10,39 @@
 namespace {
 
 constexpr int BLOCK = 16;
-constexpr int TILE_BLOCKS = 16;  // blocks whose scales are computed together
+#ifndef LANES  // of 32 bits in a vector; each of the three is right on every machine, one is fast
+#if defined __AVX512F__
+#define LANES 16
+#elif defined __AVX2__
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+constexpr int VECTORS = BLOCK / LANES;  // in a block
+constexpr int TILE_BLOCKS = 64;         // all their scales are found first, so that no block waits for its own
 constexpr int TILE = BLOCK * TILE_BLOCKS;
 constexpr int PARTIAL_ROWS = 16;  // statistics: rows in a partial sum, whatever the number of threads
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef uint16_t BytePairs __attribute__((vector_size(16)));
-typedef uint8_t HalfBytes __attribute__((vector_size(8)));
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef int16_t Pairs __attribute__((vector_size(LANES * 4)));
+typedef uint64_t Longs __attribute__((vector_size(LANES * 4)));
+typedef uint8_t Quarters __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint8_t HalfBytes __attribute__((vector_size(LANES / 2)));
 struct bfloat16 { uint16_t bits; };
 
 constexpr uint32_t MAGNITUDE = 0x7FFFFFFF, SIGN = 0x80000000, EXPONENT = 0x7F800000, CANONICAL_NAN = 0x7FC00000;
 constexpr uint32_t UPPER = 0xFFFF0000;
+#if LANES == 16
+constexpr Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif LANES == 8
+constexpr Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+constexpr Bits LANE = {0, 1, 2, 3};
+#endif
 
 // ---- vectors
 
@@ -30,7 +50,7 @@ inline Bits bits(Floats x) { return (Bits)x; }
 inline Floats floats(Bits b) { return (Floats)b; }
 inline Bits all(uint32_t b) { return Bits{} + b; }
 inline Floats all(float x) { return x - Floats{}; }
-inline Bits larger(Bits a, Bits b) { return a > b ? a : b; }
+template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
 inline Bits smaller(Bits a, Bits b) { return a < b ? a : b; }
 inline uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 inline float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
@@ -55,62 +75,37 @@ inline Floats round_mantissa(Floats x, int mantissa, int min_exponent) {
 }
 
 // ---- the largest magnitude of each block; as integers, NaN > Inf > every finite magnitude
-// Without 512-bit registers a shuffle of 16 lanes goes through memory one lane at a time, so there plain loops do it.
-
-#ifdef __AVX512F__
 
 // Of each run of 2 * RUN lanes the larger of its two halves, lane by lane: those of a, then those of b.
-template <int RUN> inline Bits merge(Bits a, Bits b) {
-    constexpr Bits lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    constexpr Bits first = lane / RUN * 2 * RUN + lane % RUN;
-    return larger(__builtin_shuffle(a, b, first), __builtin_shuffle(a, b, first + RUN));
+// Where a vector has no such run, that is the larger of a and b.
+template <int RUN, class V> inline V merge(V a, V b) {
+    if (RUN >= LANES) return larger(a, b);
+    constexpr Bits first = LANE / RUN * 2 * RUN + LANE % RUN;
+    return larger((V)__builtin_shuffle((Bits)a, (Bits)b, first), (V)__builtin_shuffle((Bits)a, (Bits)b, first + RUN));
 }
 
-// m[j]: magnitudes of block 2j in the first 8 lanes, of block 2j + 1 in the others. Lane i of the result: block i.
-inline Bits largest_of_pairs(Bits *m) {
+// m: magnitudes of LANES blocks in turn, 8 lanes for each. Lane i of the result: block i.
+template <class V> inline V largest_of_eights(V *m) {
     for (int i = 0; i < 4; i++) m[i] = merge<4>(m[2 * i], m[2 * i + 1]);
     for (int i = 0; i < 2; i++) m[i] = merge<2>(m[2 * i], m[2 * i + 1]);
     return merge<1>(m[0], m[1]);
 }
 
-inline Bits block_amax(const Floats *x) {
-    Bits m[TILE_BLOCKS / 2];
-    for (int j = 0; j < TILE_BLOCKS / 2; j++)
-        m[j] = merge<8>(bits(x[2 * j]) & MAGNITUDE, bits(x[2 * j + 1]) & MAGNITUDE);
-    return largest_of_pairs(m);
+// Of LANES blocks.
+inline Bits block_amax(const float *x) {
+    Bits m[8];
+    for (int j = 0; j < 8; j++, x += 2 * LANES)
+        m[j] = merge<8>(bits(load(x)) & MAGNITUDE, bits(load(x + LANES)) & MAGNITUDE);
+    return largest_of_eights(m);
 }
 
-// Lanes 0-7 v[2j], lanes 8-15 v[2j + 1].
-inline Floats pair_of(Floats v, int j) {
-    return __builtin_shuffle(v, Bits{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1} + 2 * j);
+// BF16 is compared as it is, two in a lane: its order is that of the upper halves of FP32.
+inline Bits block_amax(const bfloat16 *x) {
+    Pairs m[8];
+    for (int j = 0; j < 8; j++) m[j] = read<Pairs>(x + j * 2 * LANES) & 0x7FFF;
+    Bits pairs = (Bits)largest_of_eights(m);
+    return larger(pairs << 16, pairs & UPPER);
 }
-
-#else
-
-template <int LANES> inline Bits largest_of_runs(const Bits *m) {
-    uint32_t in[TILE_BLOCKS * LANES], out[TILE_BLOCKS];
-    memcpy(in, m, sizeof in);
-    for (int b = 0; b < TILE_BLOCKS; b++) {
-        out[b] = 0;
-        for (int i = 0; i < LANES; i++) out[b] = in[b * LANES + i] > out[b] ? in[b * LANES + i] : out[b];
-    }
-    return read<Bits>(out);
-}
-
-inline Bits largest_of_pairs(const Bits *m) { return largest_of_runs<8>(m); }
-
-inline Bits block_amax(const Floats *x) {
-    Bits m[TILE_BLOCKS];
-    for (int b = 0; b < TILE_BLOCKS; b++) m[b] = bits(x[b]) & MAGNITUDE;
-    return largest_of_runs<16>(m);
-}
-
-inline Floats pair_of(const Floats &v, int j) {
-    float a = v[2 * j], b = v[2 * j + 1];
-    return Floats{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
-}
-
-#endif
 
 // ---- NVFP4
 
@@ -122,20 +117,32 @@ float global_scale_dec(uint32_t amax) {
     return g < 0x1p-117f ? 0x1p-117f : g;
 }
 
+// Of a tile's blocks.
 struct Scales {
-    Floats scale;    // on the E4M3 grid; NaN where the block holds NaN or Inf
-    Floats divisor;  // scale * g; infinite where that is 0 or NaN, so that every finite magnitude becomes 0
+    float scale[TILE_BLOCKS];    // on the E4M3 grid; NaN where the block holds NaN or Inf
+    float divisor[TILE_BLOCKS];  // scale * g; infinite where that is 0 or NaN, so that every finite magnitude becomes 0
 };
 
 inline float canonical(float g) { return g == g ? g : float_of(CANONICAL_NAN); }  // see round_to_bf16
 
-inline Scales block_scales(Bits amax, float g) {
+inline void block_scales(Bits amax, float g, float *scale, float *divisor) {
     Floats s = floats(amax >= EXPONENT ? all(CANONICAL_NAN) : amax) / all(6.0f * g);
     Bits is_nan = (Bits)(s != s);
     s = round_mantissa(s > 448.0f ? all(448.0f) : s, 3, -6);
     s = floats(is_nan ? all(CANONICAL_NAN) : bits(s));
-    Floats divisor = s * g;
-    return {s, floats(divisor > 0.0f ? bits(divisor) : all(EXPONENT))};
+    write(scale, s);
+    s *= g;
+    write(divisor, s > 0.0f ? bits(s) : all(EXPONENT));
+}
+
+// Blocks that do not fill a vector of scales are padded with zeros.
+template <class T> inline void find_scales(const T *x, int blocks, float g, Scales *s) {
+    int b = 0;
+    for (; b + LANES <= blocks; b += LANES) block_scales(block_amax(x + b * BLOCK), g, s->scale + b, s->divisor + b);
+    if (b == blocks) return;
+    T rest[LANES * BLOCK] = {};
+    memcpy(rest, x + b * BLOCK, (blocks - b) * BLOCK * sizeof(T));
+    block_scales(block_amax(rest), g, s->scale + b, s->divisor + b);
 }
 
 // |x| / divisor on the E2M1 grid.
@@ -144,9 +151,12 @@ inline Floats e2m1(Floats x, Floats divisor) {
     return round_mantissa(floats(smaller(y, bits(all(6.0f)))), 1, 0);
 }
 
+inline Floats magnitude_of_qdq(Floats x, Floats scale, Floats divisor, float g) {
+    return (e2m1(x, divisor) * scale) * g;
+}
+
 inline Floats qdq(Floats x, Floats scale, Floats divisor, float g) {
-    Floats value = (e2m1(x, divisor) * scale) * g;
-    return floats(bits(value) | (bits(x) & SIGN));
+    return floats(bits(magnitude_of_qdq(x, scale, divisor, g)) | (bits(x) & SIGN));
 }
 
 inline uint8_t e4m3_byte(float s) {
@@ -154,102 +164,106 @@ inline uint8_t e4m3_byte(float s) {
     return s < 0x1p-6f ? uint8_t(s * 512.0f) : uint8_t((bits_of(s) >> 20) - (120u << 3));
 }
 
-// Codes of a block, two a byte. In a block with a NaN scale every magnitude is 0; a NaN counts as positive.
-inline HalfBytes packed_codes(Floats x, float scale, Floats divisor) {
+// The lowest byte of each.
+inline HalfBytes lowest_bytes(Longs v) {
+#if LANES == 16
+    return __builtin_convertvector(v, HalfBytes);  // one instruction there; elsewhere GCC takes the lanes one by one
+#else
+    constexpr Quarters first = {0, 8, 16, 24};
+    Quarters bytes = __builtin_shuffle((Quarters)v, first);
+    return read<HalfBytes>(&bytes);
+#endif
+}
+
+// Codes of a vector, two a byte. In a block with a NaN scale every magnitude is 0; a NaN counts as positive.
+inline HalfBytes packed_codes(Floats x, Floats scale, Floats divisor) {
     Floats magnitude = e2m1(x, divisor);
     Bits small = __builtin_convertvector(magnitude * 2.0f, Bits);
     Bits code = magnitude < 1.0f ? small : (bits(magnitude) >> 22) - (126u << 1);
-    if (scale != scale) code = Bits{};
+    code = scale == scale ? code : Bits{};
     Bits sign = (bits(x) & MAGNITUDE) <= EXPONENT ? (bits(x) >> 28) & 8 : Bits{};
-    BytePairs pairs = (BytePairs)__builtin_convertvector(code | sign, Bytes);
-    return __builtin_convertvector(pairs | (pairs >> 4), HalfBytes);
+    Longs pairs = (Longs)(code | sign);
+    return lowest_bytes(pairs | (pairs >> 28));
 }
 
 // ---- rows
 
-// Calls tile(at, blocks) along a row. The count is a constant for full tiles, which the compiler unrolls.
-template <class F> inline void for_tiles(int64_t k, F tile) {
-    int64_t at = 0;
-    for (; at + TILE <= k; at += TILE) tile(at, TILE_BLOCKS);
-    if (at < k) tile(at, int((k - at) / BLOCK));
-}
+inline int tile_blocks(int64_t at, int64_t k) { return int((k - at < TILE ? k - at : TILE) / BLOCK); }
 
-template <class T> inline void load_tile(const T *x, int blocks, Floats *tile) {
-    for (int b = 0; b < blocks; b++) tile[b] = load(x + b * BLOCK);
-    for (int b = blocks; b < TILE_BLOCKS; b++) tile[b] = Floats{};
+// Vectors `from` to `to` of a tile.
+template <class In, class Out>
+inline void qdq_vectors(const In *x, Out *out, const Scales &s, float g, int from, int to) {
+    for (int i = from; i < to; i++) {
+        int b = i / VECTORS;
+        store(out + i * LANES, qdq(load(x + i * LANES), all(s.scale[b]), all(s.divisor[b]), g));
+    }
 }
 
 template <class In, class Out> void qdq_row(const In *x, Out *out, float g, int64_t k) {
-    for_tiles(k, [=](int64_t at, int blocks) __attribute__((always_inline)) {
-        Floats tile[TILE_BLOCKS];
-        load_tile(x + at, blocks, tile);
-        Scales s = block_scales(block_amax(tile), g);
-        for (int b = 0; b < blocks; b++)
-            store(out + at + b * BLOCK, qdq(tile[b], all(s.scale[b]), all(s.divisor[b]), g));
-    });
+    Scales s;
+    for (int64_t at = 0; at < k; at += TILE) {
+        int blocks = tile_blocks(at, k);
+        find_scales(x + at, blocks, g, &s);
+        qdq_vectors(x + at, out + at, s, g, 0, blocks * VECTORS);
+    }
 }
 
-// BF16 to BF16, the trainer's weights: a vector holds two blocks, an even element in the lower half of each lane and an
-// odd one in the upper. Both halves become FP32 in place, so no lane has to move.
-template <> void qdq_row(const bfloat16 *x, bfloat16 *out, float g, int64_t k) {
-    for_tiles(k, [=](int64_t at, int blocks) __attribute__((always_inline)) {
-        Bits tile[TILE_BLOCKS / 2] = {}, m[TILE_BLOCKS / 2];
-        size_t bytes = blocks * BLOCK * sizeof(bfloat16);
-        memcpy(tile, x + at, bytes);
-        for (int j = 0; j < TILE_BLOCKS / 2; j++)
-            m[j] = larger((tile[j] << 16) & MAGNITUDE, tile[j] & MAGNITUDE & UPPER);
-        Scales s = block_scales(largest_of_pairs(m), g);
-        for (int j = 0; j < (blocks + 1) / 2; j++) {
-            Floats scale = pair_of(s.scale, j), divisor = pair_of(s.divisor, j);
-            Bits even = round_to_bf16(qdq(floats(tile[j] << 16), scale, divisor, g));
-            Bits odd = round_to_bf16(qdq(floats(tile[j] & UPPER), scale, divisor, g));
-            tile[j] = (even >> 16) | (odd & UPPER);
+// For vector j of those that hold a tile's blocks in turn, 8 lanes for each: in every lane the value of its block.
+inline Floats eights_of(const float *values, int j) {
+#if LANES == 16
+    return LANE < 8 ? all(values[2 * j]) : all(values[2 * j + 1]);
+#else
+    return all(values[j * LANES / 8]);
+#endif
+}
+
+// Two elements in a lane: an even one in its lower half, an odd one in its upper.
+inline Bits qdq_pairs(Bits x, Floats scale, Floats divisor, float g) {
+    Bits even = round_to_bf16(magnitude_of_qdq(floats(x << 16), scale, divisor, g));
+    Bits odd = round_to_bf16(magnitude_of_qdq(floats(x & UPPER), scale, divisor, g));
+    return (even >> 16) | (odd & UPPER) | (x & (SIGN | SIGN >> 16));
+}
+
+// BF16 to BF16, the trainer's weights: both elements of a lane become FP32 in place, so no lane has to move.
+inline void qdq_row(const bfloat16 *x, bfloat16 *out, float g, int64_t k) {
+    Scales s;
+    for (int64_t at = 0; at < k; at += TILE) {
+        int blocks = tile_blocks(at, k), whole = blocks * 8 / LANES;
+        find_scales(x + at, blocks, g, &s);
+        for (int j = 0; j < whole; j++) {
+            int64_t i = at + j * 2 * LANES;
+            write(out + i, qdq_pairs(read<Bits>(x + i), eights_of(s.scale, j), eights_of(s.divisor, j), g));
         }
-        memcpy(out + at, tile, bytes);
-    });
+        qdq_vectors(x + at, out + at, s, g, 2 * whole, blocks * VECTORS);  // of odd blocks the last
+    }
 }
 
 template <class In> void quantize_row(const In *x, uint8_t *packed, uint8_t *scales, float g, int64_t k) {
-    for_tiles(k, [=](int64_t at, int blocks) __attribute__((always_inline)) {
-        Floats tile[TILE_BLOCKS];
-        load_tile(x + at, blocks, tile);
-        Scales s = block_scales(block_amax(tile), g);
-        for (int b = 0; b < blocks; b++) {
-            scales[at / BLOCK + b] = e4m3_byte(s.scale[b]);
-            write(packed + (at + b * BLOCK) / 2, packed_codes(tile[b], s.scale[b], all(s.divisor[b])));
+    Scales s;
+    for (int64_t at = 0; at < k; at += TILE) {
+        int blocks = tile_blocks(at, k);
+        find_scales(x + at, blocks, g, &s);
+        for (int b = 0; b < blocks; b++) scales[at / BLOCK + b] = e4m3_byte(s.scale[b]);
+        for (int i = 0; i < blocks * VECTORS; i++) {
+            int b = i / VECTORS;
+            HalfBytes codes = packed_codes(load(x + at + i * LANES), all(s.scale[b]), all(s.divisor[b]));
+            write(packed + (at + i * LANES) / 2, codes);
         }
-    });
+    }
 }
 
-inline Bits magnitudes(const float *x) { return read<Bits>(x) & MAGNITUDE; }
-inline Halves magnitudes(const bfloat16 *x) { return read<Halves>(x) & 0x7FFF; }
-inline uint32_t as_float_bits(uint32_t magnitude) { return magnitude; }
-inline uint32_t as_float_bits(uint16_t magnitude) { return uint32_t(magnitude) << 16; }
-
-// Bits of the largest magnitude. A plain loop: without 512-bit registers a vector of 16 is kept in memory.
-inline uint32_t amax_row(const float *x, int64_t n) {
-    uint32_t largest = 0;
+// Bits of the largest magnitude. The order of BF16 is that of the upper halves of FP32, so it is compared as it is.
+template <class T, class B> inline B amax_bits(const T *x, int64_t n, B magnitude) {
+    B largest = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t m = read<uint32_t>(x + i) & MAGNITUDE;
+        B m = read<B>(x + i) & magnitude;
         largest = m > largest ? m : largest;
     }
     return largest;
 }
 
-// BF16 is compared as it is: its order is that of the upper halves of FP32.
-inline uint32_t amax_row(const bfloat16 *x, int64_t n) {
-    bfloat16 tail[BLOCK] = {};
-    int64_t whole = n / BLOCK * BLOCK;
-    memcpy(tail, x + whole, (n - whole) * sizeof(bfloat16));
-    auto largest = magnitudes(tail);
-    for (int64_t i = 0; i < whole; i += BLOCK) {
-        auto m = magnitudes(x + i);
-        largest = m > largest ? m : largest;
-    }
-    auto lane = largest[0];
-    for (int i = 1; i < BLOCK; i++) lane = largest[i] > lane ? largest[i] : lane;
-    return as_float_bits(lane);
-}
+inline uint32_t amax_row(const float *x, int64_t n) { return amax_bits(x, n, MAGNITUDE); }
+inline uint32_t amax_row(const bfloat16 *x, int64_t n) { return uint32_t(amax_bits(x, n, uint16_t(0x7FFF))) << 16; }
 
 // ---- residual compensation
 
@@ -270,24 +284,29 @@ inline void add_squares(Floats rest, float *sums) {
 template <class In> void compensate_row(const In *x, float *out, Keep kind, const uint8_t *keep, float *sums,
                      int64_t k) {
     float g = global_scale_dec(amax_row(x, k));
-    for_tiles(k, [=](int64_t at, int blocks) __attribute__((always_inline)) {
-        Floats tile[TILE_BLOCKS], first[TILE_BLOCKS];
-        load_tile(x + at, blocks, tile);
-        Scales s = block_scales(block_amax(tile), g);
-        for (int b = 0; b < blocks; b++) {
-            first[b] = qdq(tile[b], all(s.scale[b]), all(s.divisor[b]), g);
-            tile[b] -= first[b];
-            if (sums) add_squares(tile[b], sums + at + b * BLOCK);
-            tile[b] = masked(tile[b], kind, keep, at + b * BLOCK);
+    Scales s;
+    float rest[TILE];
+    for (int64_t at = 0; at < k; at += TILE) {
+        int blocks = tile_blocks(at, k);
+        find_scales(x + at, blocks, g, &s);
+        for (int i = 0; i < blocks * VECTORS; i++) {
+            int b = i / VECTORS;
+            Floats value = load(x + at + i * LANES);
+            Floats first = qdq(value, all(s.scale[b]), all(s.divisor[b]), g);
+            store(out + at + i * LANES, first);
+            if (sums) add_squares(value - first, sums + at + i * LANES);
+            store(rest + i * LANES, masked(value - first, kind, keep, at + i * LANES));
         }
-        if (kind != KEEP_NONE) s = block_scales(block_amax(tile), g);
-        for (int b = 0; b < blocks; b++) {
-            bool kept = kind == KEEP_BLOCKS ? keep[at / BLOCK + b] : kind != KEEP_NONE;
-            if (kept) first[b] += qdq(tile[b], all(s.scale[b]), all(s.divisor[b]), g);
-            else if (kind != KEEP_NONE) first[b] += 0.0f;  // -0 becomes 0, as in the definition
-            store(out + at + b * BLOCK, first[b]);
+        if (kind == KEEP_NONE) continue;
+        find_scales(rest, blocks, g, &s);
+        for (int i = 0; i < blocks * VECTORS; i++) {
+            int b = i / VECTORS;
+            Floats second = {};  // added where nothing is kept too: -0 becomes 0, as in the definition
+            if (kind != KEEP_BLOCKS || keep[at / BLOCK + b])
+                second = qdq(load(rest + i * LANES), all(s.scale[b]), all(s.divisor[b]), g);
+            store(out + at + i * LANES, load(out + at + i * LANES) + second);
         }
-    });
+    }
 }
 
 struct Part { int64_t group, row, end; };  // up to PARTIAL_ROWS rows of one group
