@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "WANDB_MODE": "disabled",
     "MPLBACKEND": "Agg",
+    # verl reads it when it is imported, so a test that sets it later comes too late if another one has imported verl.
+    "VERL_PLATFORM": "cpu",
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

@@ -1,13 +1,10 @@
 """Experts whole on one of two rollout workers (enable_expert_parallel): the same results and receipts as on one."""
 
-import os
-
 import pytest
 import support_vllm as support
 import torch
 from support_sync import EXTENSION, Trainer
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("vllm")
 
 from quads_ops import receipt  # noqa: E402

@@ -1,13 +1,10 @@
 """The worker extension in a real engine: verl's weight buckets in, receipts and a report out."""
 
-import os
-
 import pytest
 import support_vllm as support
 import torch
 from support_sync import EXTENSION, Trainer
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
 pytest.importorskip("vllm")
 
 from quads_ops import receipt  # noqa: E402

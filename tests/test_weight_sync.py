@@ -8,8 +8,6 @@ import time
 import pytest
 import torch
 
-os.environ.setdefault("VERL_PLATFORM", "cpu")
-
 zmq = pytest.importorskip("zmq")
 
 from quads_recipe import weight_sync  # noqa: E402
