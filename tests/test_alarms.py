@@ -264,13 +264,38 @@ def test_other_settings_after_a_resume(tmp_path):
     assert steps(said([0.02] * 5, alarms=other, start=31)) == [("alarm", 32)]
 
 
+@pytest.mark.parametrize(
+    ("block", "same"),
+    [
+        ({"arm": "bf16"}, False),
+        ({"rollout": {"residual": {"ratio": 1.0}}}, False),
+        ({"exclude": ["re:.*o_proj"]}, False),
+        ({"alarms": {"kl": 0}, "probe": {"every": 5}, "sync_timeout_s": 30}, True),
+        # The same computation under another name.
+        ({"arm": "naive", "actor": {"mode": "w4a16"}, "rollout": {"residual": {"ratio": 0.5}}}, True),
+    ],
+    ids=["arm", "ratio", "exclude", "alarms", "name"],
+)
+def test_a_run_that_computes_otherwise_takes_a_new_baseline(tmp_path, block, same):
+    """0.06 is an alarm against the checkpoint's 0.01, and one that has begun there; it is the level of the new run."""
+    quiet = {"error": 0, "kl": 0}
+    first = Alarms(settings(alarms=quiet))
+    assert steps(said([0.01] * 5 + [0.06] * 5, alarms=first)) == [("alarm", 8)]
+    first.save(tmp_path)
+    other = Alarms(settings(**(block | {"alarms": quiet | block.get("alarms", {})})))
+    assert other.load(tmp_path)
+    lines = said([0.06] * 6 + [0.2] * 5, alarms=other, start=11)
+    assert steps(lines) == ([("alarm, doubled", 19)] if same else [("alarm", 18)])
+    if not same:
+        assert "3.33 times that of the run's first 5 steps (0.06)" in lines[0]
+
+
 # --- in the trainer
 
 
 @pytest.fixture
 def trainer(monkeypatch):
     """A QuadsTrainer without Ray: verl's own hooks do nothing but note that they ran."""
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 

@@ -10,11 +10,13 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe import alarm_advice
 from quads_recipe.alarm_advice import Split
 from quads_recipe.alarm_rules import Baseline, Rule, rules
+from quads_recipe.settings_difference import compute_otherwise, differences
 
 FILE = "quads_alarms.json"
 """In a checkpoint's folder: what a resumed run continues from."""
@@ -69,7 +71,7 @@ class Alarms:
         return ". ".join([f"{name}: step {step}: {rule.found(level, threshold)}", *advice])
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder: the baseline, and what has been said. Creates the folder."""
+        """Into a checkpoint's folder: the baseline, what has been said, and the settings. Creates the folder."""
         watches = {
             name: {"recent": list(rule.watch.recent), "since": rule.watch.since, "reported": rule.watch.reported}
             for name, rule in self._rules.items()
@@ -77,14 +79,20 @@ class Alarms:
         split = None if self._split is None else {"step": self._split.step, "means": dict(self._split.means)}
         folder.mkdir(parents=True, exist_ok=True)
         state = {"baseline": self._baseline.values, "split": split, "watches": watches}
+        state["settings"] = self._settings.to_dict()
         (folder / FILE).write_text(json.dumps(state) + "\n")
 
     def load(self, folder: Path) -> bool:
-        """Continue from what `save` wrote, with this run's thresholds. False if there is nothing."""
+        """Continue from what `save` wrote, with this run's thresholds. False if there is nothing.
+
+        A run that computes otherwise than the one that saved has another |d|, so it starts anew.
+        """
         file = folder / FILE
         if not file.is_file():
             return False
         state = json.loads(file.read_text())
+        if compute_otherwise(differences(state.get("settings"), self._settings)):
+            return True
         self._baseline.values[:] = state["baseline"][: self._baseline.count]
         self._split = None if state["split"] is None else Split(**state["split"])
         for name, kept in state["watches"].items():
@@ -93,3 +101,18 @@ class Alarms:
                 watch.recent = deque(kept["recent"][-watch.window :])
                 watch.since, watch.reported = kept["since"], kept["reported"]
         return True
+
+
+def saved_settings(folder: Path) -> dict[str, Any] | None:
+    """The `quads:` block that a checkpoint was written with; None where its folder does not say.
+
+    Raises:
+        ValueError: the file is there, but is not what `save` wrote.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    state = json.loads(file.read_text())
+    if not isinstance(state, dict):
+        raise ValueError(f"not a mapping: {state!r}")
+    return state.get("settings")
