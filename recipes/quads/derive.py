@@ -12,6 +12,7 @@ from quads_recipe import (
     preflight,
     preflight_model,
     preflight_ray,
+    preflight_resume,
     preflight_rollout,
     preflight_tokenizer,
     preflight_weights,
@@ -43,6 +44,7 @@ def prepare(config: DictConfig) -> list[str]:
     preflight.check_environment(config)
     lines = _describe(settings) + preflight.check_config(config, settings) + _check_model(config, settings)
     preflight_ray.check(config)
+    lines += preflight_resume.check(config, settings)
     with open_dict(config):
         _write(config, settings)
     return lines
@@ -73,6 +75,8 @@ def _describe(settings: QuadsSettings) -> list[str]:
 def _write(config: DictConfig, settings: QuadsSettings) -> None:
     actor, rollout, model = (config.actor_rollout_ref[key] for key in ("actor", "rollout", "model"))
     config.quads = settings.to_dict()
+    if path := config.trainer.resume_from_path:  # verl takes all that follows global_step_ for the number
+        config.trainer.resume_from_path = path.rstrip("/")
     config.trainer.v1.trainer_mode = TRAINER_MODE
     actor.fsdp_config._target_ = ENGINE_CONFIG
     actor.fsdp_config.quads = settings.to_dict()
