@@ -272,6 +272,71 @@ def test_the_verdict_says_so_where_nothing_reaches_the_target():
     assert "exactly zero" in text["Fake-quantized weights"]
 
 
+def judged_texts(arms, ratios=None, left_out=()) -> tuple[str, dict[str, str]]:
+    ratios = ratios or series(0.04, 0.03, 0.02)
+    judged = verdict.judge(arms, ratios, ratios, left_out, "fp32")
+    return judged.headline, {finding.title: finding.text for finding in judged.findings}
+
+
+def noisy(one: ArmResult, spread: float) -> ArmResult:
+    """With another mean |d| in every other sequence."""
+    sign = torch.where(one.tokens.sequence % 2 == 0, spread, -spread)
+    parts = replace(one.parts, d=one.parts.d + sign * one.parts.d.sign())
+    return replace(one, parts=parts, summary=summarize(parts, one.tokens.sequence))
+
+
+@pytest.mark.parametrize(
+    ("naive", "qat", "said"),
+    [
+        (result("naive", 0.1), result("qat", 0.04), "Mean |d| goes from 0.1 to 0.04 nats (-60%)."),
+        (result("naive", 0.0234), result("qat", 0.0226), "Mean |d| goes from 0.0234 to 0.0226 nats (-3%)."),
+        (result("naive", 0.02), result("qat", 0.02), "Mean |d| stays at 0.02 nats."),
+        (
+            result("naive", 0.0234),
+            noisy(result("qat", 0.0226), 0.01),
+            "Mean |d| is 0.0234 nats without and 0.0226 with them: no clear difference (within two standard errors, ",
+        ),
+        # On the same tokens: what both have in common is no doubt.
+        (
+            noisy(result("naive", 0.0234), 0.01),
+            noisy(result("qat", 0.0226), 0.01),
+            "Mean |d| goes from 0.0234 to 0.0226 nats (-3%).",
+        ),
+    ],
+)
+def test_a_change_is_told_from_none(naive, qat, said):
+    _, text = judged_texts({"fp8": result("fp8", 0.02), "naive": naive, "qat": qat})
+    assert text["Fake-quantized weights"].startswith(said)
+
+
+def test_numbers_that_differ_look_different():
+    assert verdict.distinct([0.1, 0.04]) == ["0.1", "0.04"]
+    assert verdict.distinct([0.02304, 0.02296]) == ["0.02304", "0.02296"]
+    assert verdict.distinct([0.02, 0.02]) == ["0.02", "0.02"]
+    headline, text = judged_texts({"fp8": result("fp8", 0.01996)}, series(0.0402, 0.0398, 0.02004))
+    assert "(mean |d| of an FP8 rollout, 0.01996 nats). Closest: quads_full, 0.02004 nats." in headline
+    assert "0: 0.0402, 0.5: 0.0398, 1: 0.02 nats" in text["Residual compensation"]
+
+
+def test_a_layer_that_removes_nothing_is_not_named_for_it():
+    _, text = judged_texts({"fp8": result("fp8", 0.001)}, left_out=[left("worse", -0.1, 0.3)])
+    assert text["Which layers to leave out"] == "None pays: none lowers mean |d_act| when it alone is left out."
+    _, text = judged_texts({"fp8": result("fp8", 0.001)}, left_out=[left("little", 0.001, 0.3)])
+    assert "removes is less than 1% of mean |d_act| (little)" in text["Which layers to leave out"]
+
+
+def test_one_token_is_no_agreement():
+    one = result("naive", 0.1)
+    parts = replace(one.parts, **{name: getattr(one.parts, name)[:1] for name in ("d", "weight", "act", "num")})
+    single = replace(one, parts=parts, summary=summarize(parts, one.tokens.sequence[:1]))
+    _, text = judged_texts({"fp8": result("fp8", 0.02), "naive": single})
+    assert text["Where it comes from"].startswith(
+        "Under arm naive, d is 0.1 nats on every token, which has no variance"
+    )
+    _, text = judged_texts({"fp8": result("fp8", 0.02), "naive": result("naive", 0.0)})
+    assert text["Where it comes from"] == "Under arm naive rollout and actor agree on every token."
+
+
 def test_a_symmetric_arm_is_never_recommended():
     arms = {"fp8": result("fp8", 0.001), "symmetric": result("symmetric", 0.0)}
     ratios = series(0.04, 0.03, 0.02)

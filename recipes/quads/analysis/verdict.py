@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quads_recipe.analysis.cost import Cost
-from quads_recipe.analysis.decompose import mean_exp_abs
+from quads_recipe.analysis.decompose import mean_and_error, mean_exp_abs
 from quads_recipe.analysis.measure import ArmResult, LeftOut
 
 ALARM = 1.05
@@ -74,9 +75,14 @@ class Target:
         return mean_exp_abs(candidate.result.parts.d) <= ALARM
 
     def __str__(self) -> str:
-        if self._fp8 is not None:
-            return f"mean |d| of an FP8 rollout, {self._fp8:.2g} nats"
-        return f"mean exp|d| of {ALARM} (NeMo-RL's alarm)"
+        return self.beside(None)[0]
+
+    def beside(self, mean: float | None) -> tuple[str, str]:
+        """The target in words, and a mean |d| beside it: where they differ, their digits do too."""
+        if self._fp8 is None:
+            return f"mean exp|d| of {ALARM} (NeMo-RL's alarm)", "" if mean is None else f"{mean:.2g}"
+        fp8, own = distinct([self._fp8, self._fp8 if mean is None else mean])
+        return f"mean |d| of an FP8 rollout, {fp8} nats", own
 
 
 def judge(
@@ -101,10 +107,11 @@ def judge(
     findings += [_ratio(chosen, series, own, met), _cost(chosen, arms), _layers(leave, left_out, chosen, met)]
     findings += [f for f in (_routing(chosen.result), _symmetric(arms, dtype)) if f]
     findings += _trust(arms, dtype)
+    wanted, mean = target.beside(chosen.mean)
     headline = (
-        f"Use arm {chosen.name}: mean |d| is {chosen.mean:.2g} nats, within the target ({target})."
+        f"Use arm {chosen.name}: mean |d| is {mean} nats, within the target ({wanted})."
         if met
-        else f"No measured rollout reaches the target ({target}). Closest: {chosen.name}, {chosen.mean:.2g} nats."
+        else f"No measured rollout reaches the target ({wanted}). Closest: {chosen.name}, {mean} nats."
     )
     return Verdict(
         headline=headline,
@@ -170,8 +177,11 @@ def _origin(arms: Mapping[str, ArmResult]) -> Finding | None:
         return None
     summary = arms[arm].summary
     d = summary["d"]
-    if d.share is None:
+    if d.max == 0:
         return Finding("Where it comes from", f"Under arm {arm} rollout and actor agree on every token.")
+    if d.share is None:
+        text = f"Under arm {arm}, d is {d.signed_mean:.2g} nats on every token, which has no variance to be shared out."
+        return Finding("Where it comes from", f"{text} Give more tokens: raise --prompts or --max-new.")
     shares = ", ".join(
         f"{what} {_percent(summary[part].share)}"
         for part, what in (("weight", "the weights"), ("act", "the activations"), ("num", "the engine's arithmetic"))
@@ -186,19 +196,16 @@ def _origin(arms: Mapping[str, ArmResult]) -> Finding | None:
 def _qat(arms: Mapping[str, ArmResult]) -> Finding | None:
     if not {"naive", "qat"} <= arms.keys():
         return None
-    naive, qat = arms["naive"].summary["d"].mean, arms["qat"].summary["d"].mean
     state = "exactly zero" if arms["qat"].summary["weight"].max == 0 else "not zero, which is a defect"
-    return Finding(
-        "Fake-quantized weights",
-        f"Mean |d| goes from {naive:.2g} to {qat:.2g} nats ({_change(naive, qat)}). d_weight is {state}: the rest "
-        "comes from the activations and the engine.",
-    )
+    rest = f"d_weight is {state}: the rest comes from the activations and the engine."
+    return Finding("Fake-quantized weights", f"{_change(arms['naive'], arms['qat'])} {rest}")
 
 
 def _ratio(chosen: Candidate, series: Mapping[float, ArmResult], own: Mapping[float, ArmResult], met: bool) -> Finding:
     if not series:
         return Finding("Residual compensation", "No ratios were measured; give --ratios for advice on the ratio.")
-    steps = ", ".join(f"{r:g}: {own[r].summary['d'].mean:.2g}" for r in sorted(own))
+    means = distinct([own[ratio].summary["d"].mean for ratio in sorted(own)])
+    steps = ", ".join(f"{ratio:g}: {mean}" for ratio, mean in zip(sorted(own), means, strict=True))
     text = f"Mean |d| by ratio: {steps} nats. "
     if met and chosen.ratio > 0:
         text += f"{chosen.ratio:g} is the smallest ratio that meets the target."
@@ -208,7 +215,7 @@ def _ratio(chosen: Candidate, series: Mapping[float, ArmResult], own: Mapping[fl
         text += f"None meets the target; ratio {chosen.ratio:g} comes closest."
     if 0.0 in series and 1.0 in series and series[0.0].summary["act"].mean > 0:
         removed = 1 - series[1.0].summary["act"].mean / series[0.0].summary["act"].mean
-        text += f" On the same tokens ratio 1 removes {removed:.0%} of mean |d_act|."
+        text += f" On the same tokens ratio 1 removes {_share(removed)} of mean |d_act|."
     return Finding("Residual compensation", text)
 
 
@@ -234,7 +241,9 @@ def _layers(leave: Sequence[LeftOut], measured: Sequence[LeftOut], chosen: Candi
     text = "None: the target is met. " if met else ""
     if not leave:
         most = max(measured, key=lambda one: one.removed)
-        text += f"None pays: the most that one alone removes is {most.removed:.0%} of mean |d_act| ({most.unit})."
+        if most.removed <= 0:
+            return Finding(title, f"{text}None pays: none lowers mean |d_act| when it alone is left out.")
+        text += f"None pays: the most that one alone removes is {_share(most.removed)} of mean |d_act| ({most.unit})."
         return Finding(title, text)
     parts = "; ".join(
         f"{one.unit} removes {one.removed:.0%} of mean |d_act| for "
@@ -251,11 +260,11 @@ def _routing(result: ArmResult) -> Finding | None:
         return None
     flips = result.flips
     own = flips.layers.any(-1).double().mean().item()
-    text = (
-        f"Under the recommended rollout {own:.1%} of tokens go to other experts in some layer than in the actor. With "
-        f"the actor's experts replayed, mean |d_weight + d_act| would be {share:.0%} lower. "
-        if share >= 0
-        else f"{own:.1%} of tokens go to other experts; replaying the actor's experts would not help. "
+    text = f"Under the recommended rollout {own:.1%} of tokens go to other experts in some layer than in the actor. "
+    text += (
+        f"With the actor's experts replayed, mean |d_weight + d_act| would be {_share(share)} lower. "
+        if share > 0
+        else "Replaying the actor's experts would not lower mean |d_weight + d_act|. "
     )
     text += (
         "Replaying the rollout's routing in the trainer is worth more than a larger ratio here."
@@ -291,9 +300,39 @@ def _trust(arms: Mapping[str, ArmResult], dtype: str) -> list[Finding]:
     return [Finding("How far to trust this", text)]
 
 
-def _change(before: float, after: float) -> str:
-    return f"{after / before - 1:+.0%}" if before else "no change"
+def distinct(values: Sequence[float]) -> list[str]:
+    """With two significant digits, or with as many, up to five, as it takes to tell apart those that differ."""
+    for digits in range(2, 6):
+        shown = [f"{value:.{digits}g}" for value in values]
+        if len(set(shown)) == len(set(values)):
+            break
+    return shown
+
+
+def _change(before: ArmResult, after: ArmResult) -> str:
+    """What becomes of mean |d| on the same tokens, as a sentence."""
+    first, second = before.summary["d"].mean, after.summary["d"].mean
+    shown = distinct([first, second])
+    if shown[0] == shown[1]:
+        return f"Mean |d| stays at {shown[0]} nats."
+    error = _error_of_difference(before, after)
+    if not abs(second - first) > 2 * error:  # also where one response gives no error
+        doubt = f"within two standard errors, {2 * error:.2g}" if math.isfinite(error) else "of one response"
+        return f"Mean |d| is {shown[0]} nats without and {shown[1]} with them: no clear difference ({doubt})."
+    return f"Mean |d| goes from {shown[0]} to {shown[1]} nats ({second / first - 1:+.0%})."
+
+
+def _error_of_difference(before: ArmResult, after: ArmResult) -> float:
+    """Standard error of the difference between two means of |d| on the same tokens."""
+    difference = after.parts.d.abs() - before.parts.d.abs()
+    finite = difference.isfinite()
+    return mean_and_error(difference[finite], after.tokens.sequence.to(difference.device)[finite])[1]
 
 
 def _percent(share: float) -> str:
     return f"{round(share * 100)}%"
+
+
+def _share(share: float) -> str:
+    """A positive share in percent, never 0."""
+    return _percent(share) if share >= 0.005 else "less than 1%"
