@@ -154,6 +154,13 @@ def test_a_broken_plan_is_named(tmp_path, content, capsys):
     assert (tmp_path / "plan.json").read_bytes() == content
 
 
+def test_a_broken_card_of_a_policy_is_named(policy, capsys):
+    (policy / "policy.json").write_text("{")
+    assert cli.main(["--policy", str(policy), "--dry-run"]) == cli.WRONG
+    err = capsys.readouterr().err
+    assert f"{policy / 'policy.json'}: is broken, no JSON" in err and "remove it" in err and len(err.splitlines()) == 1
+
+
 def test_the_digest_of_a_policy_sees_weights_and_configuration(policy):
     first = plan.policy_digest(policy)
     assert plan.policy_digest(policy) == first
@@ -203,6 +210,25 @@ def test_the_gpu_preset_needs_gpus(capsys, monkeypatch):
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     assert cli.main(["--preset", "gpu"]) == cli.WRONG
     assert "needs --policy DIR" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_gpu_plan_anywhere(policy, tmp_path, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    assert cli.main(["--preset", "gpu", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "7 arms" in out and "3 seeds x 260 steps of 256 prompts with 16 responses" in out
+    assert "can't start here: --preset gpu: needs CUDA GPUs" in out
+    assert "can't start here: --preset gpu: needs --policy" in out
+    data = [str(policy / "config.json")] * 2
+    assert cli.main(["--preset", "gpu", "--policy", str(policy), "--data", *data, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "policy policy," in out and "needs CUDA GPUs" in out and "needs --policy" not in out
+    assert cli.main(["--preset", "gpu", "--seeds", "0", "--dry-run"]) == cli.WRONG
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["policy"]
 
 
 def test_the_gpu_preset_is_a_configuration_that_hydra_knows():

@@ -129,6 +129,39 @@ def test_claims_of_a_known_world(finished):
     assert "2 are contradicted" in html.headline(found)
 
 
+BROKEN = {
+    "done": ("runs/quads-seed0/done.json", {"arm": "quads"}, "has no seconds", "trains this run again"),
+    "failed": ("runs/quads-seed1/failed.json", {"cause": "fell over"}, "has no cause", "trains this run again"),
+    "evaluation": ("evaluations/quads-seed0-own.json", {"mode": "w4a4", "ratio": 0}, "has no pass_at_1, per_problem",
+                   "evaluates again"),
+    "start": ("evaluations/start-bf16.json", {"mode": "bf16", "ratio": 0, "pass_at_1": 0, "per_problem": []},
+              "has no per_problem", "evaluates again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_the_remedy(tmp_path, case, capsys):
+    name, lacking, said, remedy = BROKEN[case]
+    layout = write_study(tmp_path, make_plan(arms=("bf16", "quads"), seeds=(0, 1)))
+    (tmp_path / "about.json").write_text(json.dumps(about()))
+    (layout.run("quads", 1).folder / "done.json").unlink()
+    for content, reason in (("", "no JSON"), ('{"seconds": 1', "no JSON"), ("[1]", "holds no JSON object"),
+                            (json.dumps(lacking), said)):  # fmt: skip
+        (tmp_path / name).write_text(content)
+        assert cli.main(["--report", "--out", str(tmp_path)]) == cli.WRONG
+        err = capsys.readouterr().err
+        assert f"{tmp_path / name}: is broken, {reason}" in err and remedy in err and len(err.splitlines()) == 1
+    (tmp_path / name).unlink()
+    assert cli.main(["--report", "--out", str(tmp_path)]) == 0
+
+
+def test_lines_of_metrics_that_are_none_are_left_out(tmp_path):
+    file = tmp_path / "metrics-1.jsonl"
+    good = json.dumps({"step": 1, "data": {"critic/score/mean": 0.5}}).encode()
+    file.write_bytes(b"\n".join([b"5", b"{}", b'{"step": "x", "data": {}}', b'{"step": 2, "data": 3}', b"\xff", good]))
+    assert [(step["step"], step["reward"]) for step in collect.steps([file])] == [(1, 0.5)]
+
+
 def test_a_study_of_one_seed_has_figures_and_no_verdicts(tmp_path):
     write_study(tmp_path / "s", make_plan(arms=("bf16", "naive", "quads"), seeds=(0,)))
     found = report.write(tmp_path / "s", about())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from support_study import make_plan, step_line
 
 from quads_recipe.demo_process import alive
 from quads_recipe.demo_report import Step
-from quads_recipe.study import collect, plan, runner
+from quads_recipe.study import cli, collect, plan, runner
 from quads_recipe.study.layout import Layout
 from quads_recipe.study.plan import StudyError
 from quads_recipe.study.progress import StudyDisplay, describe
@@ -105,6 +106,71 @@ def test_a_study_that_ends_early_ends_all_its_trainers(tmp_path):
         hung = json.loads((layout.run("quads", 0).folder / "trainer.json").read_text())["pid"]
         assert psutil.pid_exists(hung)
     assert not psutil.pid_exists(hung) and not list(tmp_path.glob("runs/*/trainer.json"))
+
+
+def test_more_signals_while_its_trainers_are_ended(tmp_path, monkeypatch):
+    """A second Ctrl-C between two of them: all are ended, and the study can go on later."""
+    end, ended = runner.Attempt.end, []
+
+    def ended_and_interrupted(attempt):
+        result = end(attempt)
+        ended.append(attempt.run.name)
+        os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(runner.Attempt, "end", ended_and_interrupted)
+    one, layout, asked, _ = study(tmp_path, what=lambda run: "hang")
+    handler = signal.getsignal(signal.SIGINT)
+    with one.display, closing(one.train(layout.runs(asked), 3)) as runs:
+        monkeypatch.setattr(one.display, "update", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(runs)
+    assert len(ended) == 3 and not list(tmp_path.glob("runs/*/trainer.json"))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_interruption_while_one_is_closed_ends_it_too(tmp_path, monkeypatch):
+    """A run that hung is being closed: nobody else would end it."""
+    one, layout, asked, _ = study(tmp_path, what=lambda run: "hang", stall=0.5, arms=("bf16",), seeds=(0,))
+    pids = []
+
+    def interrupted(attempt):
+        pids.append(attempt._trainer.process.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one, "_close", interrupted)
+    with one.display, pytest.raises(KeyboardInterrupt):
+        next(one.train(layout.runs(asked)))
+    assert len(pids) == 1 and not psutil.pid_exists(pids[0])
+
+
+def test_a_second_signal_to_the_command_is_ignored(monkeypatch):
+    """It would end the ending of the trainers, or the report."""
+    before = [signal.getsignal(name) for name in cli.ENDING]
+    survived = []
+
+    def interrupted(args):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            for name in cli.ENDING:
+                os.kill(os.getpid(), name)
+                survived.append(name)
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert cli.main([]) == cli.INTERRUPTED
+    assert tuple(survived) == cli.ENDING and [signal.getsignal(name) for name in cli.ENDING] == before
+
+
+def test_what_is_ignored_stays_ignored(monkeypatch):
+    """As SIGHUP is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(cli, "run", lambda args: os.kill(os.getpid(), signal.SIGHUP) or 0)
+        assert cli.main([]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_is_done_is_not_done_again(tmp_path):

@@ -19,6 +19,8 @@ from quads_recipe.study.plan import StudyError, read_object
 from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES
 
 WRONG, FAILED, INTERRUPTED = 2, 1, 130
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask the study to end."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,8 +62,10 @@ def _epilog() -> str:
 def main(argv: list[str] | None = None) -> int:
     """0 when every run and evaluation is done, 1 when one failed, 2 for a wrong argument, 130 when interrupted."""
     args = parser().parse_args(argv)
-    for name in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, _interrupt)
+    before = {name: signal.getsignal(name) for name in ENDING}
+    for name in ENDING:
+        if before[name] != signal.SIG_IGN:  # as under nohup
+            signal.signal(name, _interrupt)
     try:
         if args.compare:
             return _compare(args)
@@ -72,9 +76,15 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 def _interrupt(*_: object) -> None:
+    """Another one is ignored: it would cut short the ending of the trainers, and the report."""
+    for name in ENDING:
+        signal.signal(name, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -112,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare.prepare(args)
     print("\n".join(prepare.describe(prepared) + estimate.describe(prepared.plan)), flush=True)
     if args.dry_run:
+        print("".join(f"can't start here: {one}\n" for one in prepared.lacking), end="")
         return 0
     prepare.commit(prepared)
     return _work(prepared, args.jobs)

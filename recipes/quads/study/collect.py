@@ -61,12 +61,13 @@ def steps(files: Iterable[Path]) -> list[Step]:
     merged: dict[int, dict] = {}
     for file in files:
         own: dict[int, dict] = {}
-        for line in file.read_text().splitlines():
+        for line in file.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+                number, logged = int(record["step"]), dict(record["data"])
+            except (ValueError, TypeError, KeyError):
                 continue
-            own.setdefault(int(record["step"]), {}).update(record["data"])
+            own.setdefault(number, {}).update(logged)
         merged |= own
     found = [_step(number, logged) for number, logged in sorted(merged.items())]
     return [step for step in found if "reward" in step]

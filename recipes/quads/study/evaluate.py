@@ -18,7 +18,7 @@ from pathlib import Path
 from quads_recipe.demo import POLL_SECONDS
 from quads_recipe.demo_process import TrainerProcess, error_lines
 from quads_recipe.study.layout import Layout, Run
-from quads_recipe.study.plan import Plan, write_atomically
+from quads_recipe.study.plan import Plan, read_object, write_atomically
 
 PER_PROCESS = 12
 START = "start"
@@ -107,9 +107,11 @@ def _job(layout: Layout, name: str, weights: Path, engine: Engine) -> Job:
 
 
 def result(layout: Layout, name: str) -> dict | None:
-    """What an evaluation found; None if it was not made, or failed."""
+    """What an evaluation found; None if it was not made, or failed. Raises StudyError: its file is broken."""
     file = layout.evaluations / f"{name}.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    fields = {"mode": str, "ratio": float, "pass_at_1": float, "per_problem": list}
+    remedy = "remove it, and the same command evaluates again"
+    return read_object(file, remedy, fields) if file.is_file() else None
 
 
 def pending(jobs: Sequence[Job]) -> list[Job]:

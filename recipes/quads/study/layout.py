@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from quads_recipe.study.plan import Plan, write_atomically
+from quads_recipe.study.plan import Plan, read_object, write_atomically
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Run:
         return self.folder / "weights"
 
     def done(self) -> dict | None:
-        """What done.json says; None for a run that did not finish."""
-        return _read(self.folder / "done.json")
+        """What done.json says; None for a run that did not finish. Raises StudyError: the file is broken."""
+        return _read(self.folder / "done.json", {"seconds": float})
 
     def failure(self) -> dict | None:
-        """What failed.json says."""
-        return None if self.done() else _read(self.folder / "failed.json")
+        """What failed.json says. Raises StudyError: the file is broken."""
+        return None if self.done() else _read(self.folder / "failed.json", {"cause": list})
 
     def mark_done(self, facts: dict) -> None:
         write_atomically(self.folder / "done.json", json.dumps(facts, indent=1) + "\n")
@@ -84,5 +84,6 @@ class Layout:
         return [self.run(arm, seed) for arm, seed in plan.runs()]
 
 
-def _read(path: Path) -> dict | None:
-    return json.loads(path.read_text()) if path.is_file() else None
+def _read(path: Path, fields: dict[str, type]) -> dict | None:
+    remedy = "remove it, and the same command trains this run again"
+    return read_object(path, remedy, fields) if path.is_file() else None

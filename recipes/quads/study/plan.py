@@ -65,15 +65,27 @@ def to_json(plan: Plan) -> str:
     return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
 
 
-def read_object(file: Path, remedy: str) -> dict:
-    """The JSON object in a file. Raises StudyError, which names the file and ends with `remedy`."""
+def read_object(file: Path, remedy: str, fields: Mapping[str, type] | None = None) -> dict:
+    """The JSON object in a file.
+
+    fields: what must be in it, with its type; lists and objects may not be empty. float: any number.
+    Raises StudyError, which names the file and ends with `remedy`.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no text
         raise StudyError(f"{file}: is broken, no JSON ({error}); {remedy}") from None
     if not isinstance(values, dict):
         raise StudyError(f"{file}: is broken, holds no JSON object but {json.dumps(values)[:60]}; {remedy}")
+    if wrong := [name for name, kind in (fields or {}).items() if not _is(values.get(name), kind)]:
+        raise StudyError(f"{file}: is broken, has no {', '.join(wrong)}; {remedy}")
     return values
+
+
+def _is(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is str or bool(value))
 
 
 def from_values(values: Mapping) -> Plan:

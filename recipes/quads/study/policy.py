@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from quads_recipe.paths import policy_dir
-from quads_recipe.study.plan import POLICY, StudyError
+from quads_recipe.study.plan import POLICY, StudyError, read_object
 
 
 def outliers_of(folder: Path) -> dict[str, float] | None:
-    """The outlier settings on a policy's card; None if it has none."""
+    """The outlier settings on a policy's card; None if it has none. Raises StudyError: the card is broken."""
     card = folder / "policy.json"
-    return (json.loads(card.read_text()).get("outliers") if card.is_file() else None) or None
+    remedy = "remove it, if the policy is not one of `quads make-policy`, or make the policy again"
+    return (read_object(card, remedy).get("outliers") if card.is_file() else None) or None
 
 
 def resolve(policy: str, outliers: dict[str, float], study: Path, report: Callable[[str], None]) -> Path:

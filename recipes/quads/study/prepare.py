@@ -22,6 +22,8 @@ from quads_recipe.study.plan import (
 from quads_recipe.study.presets import PRESETS, Preset, Stress, combine
 
 ABOUT = "about.json"
+NOT_GIVEN = "not-given"
+"""The policy of a dry run without one."""
 
 
 @dataclass
@@ -29,7 +31,8 @@ class Prepared:
     """A study that can start.
 
     policy: folder of the starting policy. config: hydra configuration of its first run. blocks: arm -> `quads` block.
-    own_data: (train, heldout) parquet files that were given, or None. about: for the report.
+    own_data: (train, heldout) parquet files that were given, or None. about: for the report. lacking: why it can't
+    start after all, in lines; only of a dry run, which shows the plan anywhere.
     """
 
     plan: Plan
@@ -39,6 +42,7 @@ class Prepared:
     blocks: dict[str, dict]
     own_data: tuple[Path, Path] | None
     about: dict = field(default_factory=dict)
+    lacking: tuple[str, ...] = ()
 
 
 def prepare(args: argparse.Namespace) -> Prepared:
@@ -50,26 +54,29 @@ def prepare(args: argparse.Namespace) -> Prepared:
     from quads_recipe.study import policy, report
 
     preset, stress = PRESETS[args.preset], combine(tuple(args.stress))
-    _check(args, preset)
-    name = args.policy or preset.policy
+    lacking = _check(args, preset)
+    name = args.policy or preset.policy or NOT_GIVEN
     outliers = stress.outliers | ({"strength": args.outlier_strength} if args.outlier_strength is not None else {})
     study = (args.out or default_folder(args, name)).resolve()
     require_ours(study)
-    folder = policy.resolve(name, outliers, study, print)
+    folder = Path(name) if name == NOT_GIVEN else policy.resolve(name, outliers, study, print)
     plan = _plan(args, preset, stress, Path(name).name, folder, outliers)
     own = tuple(path.resolve() for path in args.data) if args.data else None
     files = command.Files(folder, *(own or (Path("train.parquet"), Path("heldout.parquet"))))
     config, blocks = _compose(plan, files, study)
-    prepared = Prepared(plan, Layout(study), folder, config, blocks, own)
+    prepared = Prepared(plan, Layout(study), folder, config, blocks, own, lacking=lacking)
     title = f"QUADS in miniature: {preset.name}" if not preset.needs_gpu else "QUADS: the arms on GPUs"
     prepared.about = report.describe(title, command_line(args), config, policy.outliers_of(folder))
     return prepared
 
 
-def _check(args: argparse.Namespace, preset: Preset) -> None:
-    if preset.needs_gpu:
-        _check_gpu(args, preset)
-    elif args.data is None and args.policy not in (None, "natural", "outlier") and not Path(args.policy).is_dir():
+def _check(args: argparse.Namespace, preset: Preset) -> tuple[str, ...]:
+    """What a dry run lacks to be a study. Raises StudyError for what no run can be planned with."""
+    lacking = _lacking(args, preset) if preset.needs_gpu else ()
+    if lacking and not args.dry_run:
+        raise StudyError(lacking[0])
+    own = args.policy not in (None, "natural", "outlier")
+    if not preset.needs_gpu and args.data is None and own and not Path(args.policy).is_dir():
         raise StudyError(f"--policy: {args.policy!r} is neither natural, outlier nor a folder")
     for name, least in (("seeds", 1), ("steps", 1), ("heldout", 2), ("samples", 1)):
         value = getattr(args, name)
@@ -83,22 +90,20 @@ def _check(args: argparse.Namespace, preset: Preset) -> None:
             raise StudyError(f"--data: {file}: no such file; give two verl parquet files")
     if args.data and combine(tuple(args.stress)).terms:
         raise StudyError("--stress: longer problems are generated, which --data replaces; leave one of them out")
+    return lacking
 
 
-def _check_gpu(args: argparse.Namespace, preset: Preset) -> None:
+def _lacking(args: argparse.Namespace, preset: Preset) -> tuple[str, ...]:
     import torch
 
+    found = []
     if not torch.cuda.is_available():
-        raise StudyError(
-            f"--preset {preset.name}: needs CUDA GPUs, and torch sees none; on a CPU use --preset quick or paper-mini"
-        )
+        found.append("needs CUDA GPUs, and torch sees none; on a CPU use --preset quick or paper-mini")
     if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
-        raise StudyError(f"--preset {preset.name}: VERL_PLATFORM=cpu is set in the environment; unset it")
+        found.append("VERL_PLATFORM=cpu is set in the environment; unset it")
     if args.policy is None or args.data is None:
-        raise StudyError(
-            f"--preset {preset.name}: needs --policy DIR (a Qwen3-30B-A3B checkpoint) and --data TRAIN.parquet "
-            "HELDOUT.parquet"
-        )
+        found.append("needs --policy DIR (a Qwen3-30B-A3B checkpoint) and --data TRAIN.parquet HELDOUT.parquet")
+    return tuple(f"--preset {preset.name}: {line}" for line in found)
 
 
 def default_folder(args: argparse.Namespace, policy: str) -> Path:
@@ -124,7 +129,7 @@ def _plan(
         seeds=tuple(range(seeds)),
         steps=args.steps or preset.steps,
         policy=policy,
-        policy_digest=policy_digest(folder),
+        policy_digest="" if policy == NOT_GIVEN else policy_digest(folder),
         outliers=outliers,
         terms=stress.terms,
         data={file.name: digest(file) for file in args.data or ()},
@@ -144,7 +149,7 @@ def _gpus(preset: Preset) -> tuple[str, ...]:
         return ()
     import torch
 
-    return (f"trainer.n_gpus_per_node={torch.cuda.device_count()}",)
+    return (f"trainer.n_gpus_per_node={torch.cuda.device_count()}",) if torch.cuda.is_available() else ()
 
 
 def _arms(text: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quads_recipe.demo import POLL_SECONDS, _write_script
-from quads_recipe.demo_process import TrainerProcess, error_lines
+from quads_recipe.demo_process import TrainerProcess, _undisturbed, error_lines
 from quads_recipe.study import collect, command, data, leftover
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import Plan, StudyError
@@ -65,13 +65,15 @@ class Runner:
                     else:
                         active.append(self._start(run))
                 for attempt in [a for a in active if not a.working()]:
-                    active.remove(attempt)
-                    yield attempt.run, self._close(attempt)
+                    done = self._close(attempt)
+                    active.remove(attempt)  # only now: interrupted in between, it is ended below
+                    yield attempt.run, done
                 self.display.update()
                 time.sleep(POLL_SECONDS if active else 0)
         finally:
-            for attempt in active:
-                attempt.end()
+            with _undisturbed():  # also between two of them
+                for attempt in active:
+                    attempt.end()
 
     def _start(self, run: Run) -> Attempt:
         self._prepare(run)
