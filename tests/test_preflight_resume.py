@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import open_dict
 from support_preflight import changed, compose_config, of
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight_resume
+from quads_recipe import derive, preflight_resume
 from quads_recipe.alarms import FILE, Alarms
 
 
@@ -55,6 +56,15 @@ def test_a_whole_checkpoint_passes(resumed, tmp_path):
     assert resumed("resume_path", str(tmp_path / "global_step_1")) == []
     assert resumed("resume_path", str(tmp_path / "global_step_1") + "/") == []
     assert resumed("resume_path", "hdfs://host/global_step_1") == []
+
+
+def test_verl_gets_a_path_that_ends_with_the_number(base, tmp_path):
+    """It takes all that follows global_step_ for a number, and a shell completes folders with a slash."""
+    given = {"resume_mode": "resume_path", "resume_from_path": f"{tmp_path}/global_step_1/"}
+    config = changed(base, **of("trainer.", **given))
+    with open_dict(config):
+        derive._write(config, settings())
+    assert int(config.trainer.resume_from_path.split("global_step_")[-1]) == 1
 
 
 def test_nothing_to_resume_from(resumed, tmp_path):

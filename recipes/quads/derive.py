@@ -75,8 +75,8 @@ def _describe(settings: QuadsSettings) -> list[str]:
 def _write(config: DictConfig, settings: QuadsSettings) -> None:
     actor, rollout, model = (config.actor_rollout_ref[key] for key in ("actor", "rollout", "model"))
     config.quads = settings.to_dict()
-    if path := config.trainer.resume_from_path:  # verl takes all that follows global_step_ for the number
-        config.trainer.resume_from_path = path.rstrip("/")
+    if config.trainer.resume_mode == "resume_path":  # verl takes all that follows global_step_ for the number
+        config.trainer.resume_from_path = config.trainer.resume_from_path.rstrip("/")
     config.trainer.v1.trainer_mode = TRAINER_MODE
     actor.fsdp_config._target_ = ENGINE_CONFIG
     actor.fsdp_config.quads = settings.to_dict()
