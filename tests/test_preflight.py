@@ -49,8 +49,9 @@ def call_back(tmp_path):
 
 
 def tp(size, *overrides):
-    """With as many devices."""
-    return [f"{ROLLOUT}tensor_model_parallel_size={size}", f"trainer.n_gpus_per_node={size}", *overrides]
+    """With as many devices, and micro-batches that fit the share of each."""
+    micro = [f"actor_rollout_ref.{name}_micro_batch_size_per_gpu=8" for name in ("actor.ppo", "rollout.log_prob")]
+    return [f"{ROLLOUT}tensor_model_parallel_size={size}", f"trainer.n_gpus_per_node={size}", *micro, *overrides]
 
 
 def engine(setting):

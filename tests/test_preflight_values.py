@@ -35,7 +35,7 @@ VALUES = {
     ),
     "trainer.total_training_steps": ((0, -1, "many"), "trains nothing", (1, None)),
     "trainer.total_epochs": ((0, -3, None), "trains nothing", (1, 0.5)),
-    "trainer.n_gpus_per_node": ((0, 1.5), "whole number", (1, 3)),
+    "trainer.n_gpus_per_node": ((0, 1.5), "whole number", (1,)),
     "trainer.resume_mode": (("foo", None), "use disable, auto or resume_path", ("disable", "auto")),
     "ray_kwargs.ray_init.num_cpus": ((0, 2, 3, "all"), "Ray would wait for ever", (4, 16)),
     "ray_kwargs.ray_init._temp_dir": (("/tmp/" + "x" * 40,), "too long for the sockets", ("/tmp/r", None)),
@@ -71,6 +71,8 @@ def test_a_tokenizer_for_vllm_that_is_the_actors(config):
 )
 def test_tensor_parallel_workers_fill_the_devices(config, tp, devices, nodes, fits):
     given = of(ROLLOUT, tensor_model_parallel_size=tp) | of("trainer.", n_gpus_per_node=devices, nnodes=nodes)
+    given |= of(ROLLOUT, log_prob_micro_batch_size_per_gpu=8)
+    given |= of("actor_rollout_ref.actor.", ppo_micro_batch_size_per_gpu=8)
     if fits:
         check(changed(config, **given))
         return
@@ -88,11 +90,21 @@ COLUMNS = {
     "reward": (("reward_model",), {}, {}, "has no column reward_model (reward.reward_manager.name=naive)"),
     "source": (("data_source",), {}, {}, "has no column data_source (reward.reward_manager.name=naive)"),
     # The user's function is called with what the manager read from both columns.
-    "own-function": (("data_source",), of("reward.custom_reward_function.", path="f.py"), {}, "no column data_source"),
-    "own-manager": (("reward_model",), of("reward.reward_manager.", source="importlib"), {}, None),
+    "own-function": (
+        ("data_source",),
+        of("reward.custom_reward_function.", path=__file__, name="check"),
+        {},
+        "no column data_source",
+    ),
+    "own-manager": (
+        ("reward_model",),
+        of("reward.reward_manager.", source="importlib", module__path=__file__, name="check"),
+        {},
+        None,
+    ),
     "own-manager-old-name": (("reward_model",), of("reward_model.", reward_loop_source="importlib"), {}, None),
     "reward-model": (("reward_model",), of("reward.reward_model.", enable=True), {}, None),
-    "own-dataset": (("reward_model", "prompt"), of("data.custom_cls.", path="d.py"), {}, None),
+    "own-dataset": (("reward_model", "prompt"), of("data.custom_cls.", path=__file__, name="check"), {}, None),
     "own-agent": (("reward_model",), {}, {"agent_name": "mine"}, None),
     "other-key": (("prompt",), of("data.", prompt_key="question"), {"question": ROW["prompt"]}, None),
 }
@@ -144,6 +156,14 @@ def test_prompts_that_are_no_chats(config, tmp_path):
         check(changed(config, **of("data.", train_files=str(file))))
 
 
+def test_files_of_another_kind(config, tmp_path):
+    file = save_data(tmp_path / "data.parquet").rename(tmp_path / "data.pq")
+    with pytest.raises(SettingsError, match="data.train_files = .*data.pq': verl reads files that end with .parquet"):
+        check(changed(config, **of("data.", train_files=str(file))))
+    (tmp_path / "data.jsonl").touch()
+    check(changed(config, **of("data.", train_files=str(tmp_path / "data.jsonl"))))
+
+
 def test_data_that_are_damaged_within(config, tmp_path):
     """The end of the file, which says what it holds, is whole."""
     file = save_data(tmp_path / "data.parquet")
@@ -158,4 +178,4 @@ def test_data_that_verl_has_no_reward_for(config, tmp_path):
     own = changed(config, **of("data.", train_files=str(file), val_files=str(file)))
     with pytest.raises(SettingsError, match="no reward for data_source 'chain_sum'; set reward.custom_reward"):
         check(own)
-    check(changed(own, **of("reward.custom_reward_function.", path="mine.py")))
+    check(changed(own, **of("reward.custom_reward_function.", path=__file__, name="check")))

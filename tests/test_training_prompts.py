@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from quads_recipe.paths import policy_dir
-from quads_recipe.training_prompts import PromptError, check, spread, tokenized
+from quads_recipe.training_prompts import PromptError, check, check_count, spread, tokenized
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,14 @@ def test_prompts_are_spread_over_the_data(tokenizer):
 
 def test_fewer_prompts_than_asked_for(tokenizer):
     assert len(tokenized(dataset(["1", "2", "3"]), 32, tokenizer, {})) == 3
+
+
+def test_fewer_prompts_than_a_batch():
+    check_count(16, 16, kept=False)
+    with pytest.raises(PromptError, match="data.train_batch_size = 16: only 15 training prompts are left.*lower it$"):
+        check_count(15, 16, kept=True)
+    with pytest.raises(PromptError, match="raise data.max_prompt_length"):
+        check_count(0, 16, kept=False)
 
 
 def test_prompts_that_verl_would_cut():

@@ -1,7 +1,7 @@
 """Checks of the environment and of the hydra config, before Ray starts. Each failure is one SettingsError.
 
-Here is what needs no more than the config; `preflight_{rollout,data}` have a subject each, and `preflight_{model,
-weights,tokenizer}` look into the model's folder.
+Here is what needs no more than the config; `preflight_{types,rollout,training,data,code}` have a subject each, and
+`preflight_{model,weights,tokenizer}` look into the model's folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from quads_ops import compat
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight_data, preflight_rollout
+from quads_recipe import preflight_code, preflight_data, preflight_rollout, preflight_training, preflight_types
 from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, check_run, dtype_name, expect, quantizes, select
 
 # Entry point group: our name in it, and the variable by which a user may choose among plugins.
@@ -77,8 +77,11 @@ def check_config(config: DictConfig, settings: QuadsSettings) -> list[str]:
     if quantizes(settings):
         _check_quantization(config)
     check_run(config)
+    preflight_types.check(config)
+    lines = preflight_training.check(config)
+    preflight_code.check(config)
     preflight_data.check(config)
-    return preflight_rollout.check_master_dtype(config)
+    return preflight_rollout.check_master_dtype(config) + lines
 
 
 def _check_quantization(config: DictConfig) -> None:

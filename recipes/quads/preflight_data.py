@@ -62,6 +62,8 @@ def _check_file(name: str, file: Path, needed: dict[str, str], scored: bool) -> 
     if not file.is_file():
         raise SettingsError(name, str(file), "no such file; give a verl parquet")
     if file.suffix != ".parquet":
+        if needed and file.suffix not in (".json", ".jsonl"):
+            raise SettingsError(name, str(file), "verl reads files that end with .parquet, .json or .jsonl; give one")
         return sys.maxsize
     try:
         with _Parquet(file) as data:

@@ -62,6 +62,7 @@ class QuadsTrainer(PPOTrainerSync):
     def _init_dataloader(self):
         super()._init_dataloader()  # before any worker starts, so this is the time to look at the prompts
         data, model = self.config.data, self.config.actor_rollout_ref.model
+        training_prompts.check_count(len(self.train_dataset), data.train_batch_size, not data.filter_overlong_prompts)
         hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         vocabulary = hf_config.get_text_config().vocab_size
         count = max(training_prompts.LOOKED_AT, self.settings.rollout.warmup)

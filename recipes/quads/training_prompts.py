@@ -33,6 +33,25 @@ def tokenized(dataset: Dataset, count: int, tokenizer, template_options: dict) -
     ]
 
 
+def check_count(count: int, batch: int, kept: bool) -> None:
+    """verl drops the prompts that fill no batch, which here are all.
+
+    Args:
+        count: training prompts that verl has in the end.
+        batch: `data.train_batch_size`.
+        kept: False if `data.filter_overlong_prompts` left some out.
+
+    Raises:
+        PromptError.
+    """
+    if count >= batch:
+        return
+    raise PromptError(
+        f"data.train_batch_size = {batch}: only {count} training prompts are left, which is no batch; lower it"
+        + ("" if kept else ", or raise data.max_prompt_length, since data.filter_overlong_prompts left out the longer")
+    )
+
+
 def check(prompts: Sequence[list[int]], longest: int, truncation: str, embeddings: int) -> None:
     """What verl would cut, or what would fail in the model.
 
