@@ -292,6 +292,21 @@ def test_an_error_that_comes_again_counts_where_it_comes_last(tmp_path):
     assert error_lines(log) == [*others[-5:], "KeyError: 'a': gone"]
 
 
+def test_the_remedy_at_the_end_of_a_long_error_is_shown(tmp_path):
+    import torch
+
+    from quads_recipe.weight_finite import FiniteCheck, NonFiniteWeightsError
+
+    check = FiniteCheck()
+    for layer in range(9):
+        check.add(f"model.layers.{layer}.post_attention_layernorm.weight", torch.tensor([float("inf")]))
+    with pytest.raises(NonFiniteWeightsError) as caught:
+        check.require()
+    log = tmp_path / "log"
+    log.write_text(f"(WorkerDict pid=7) quads_recipe.weight_finite.NonFiniteWeightsError: {caught.value}\n")
+    assert error_lines(log)[-1].endswith("with a lower actor_rollout_ref.actor.optim.lr")
+
+
 def display(tmp_path, terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, highlight=False)

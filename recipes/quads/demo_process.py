@@ -171,12 +171,12 @@ def clean(line: str) -> str:
 
 
 def error_lines(log: Path, limit: int = 6) -> list[str]:
-    """The last lines of the log that state an error, cut to 400 characters; where none does, simply the last lines.
+    """The last lines of the log that state an error, cut to 600 characters; where none does, simply the last lines.
 
     Where a process of Ray died, the last such error is among them, with what Ray says about that process.
     """
     lines = [clean(line).strip() for line in log.read_text(errors="replace").split("\n")]
-    lines = [line[:400] for line in lines if line and not line.startswith(_HYDRA)]
+    lines = [line[:600] for line in lines if line and not line.startswith(_HYDRA)]
     # A line that occurs again counts where it occurs last: earlier ones were often handled.
     where = {line: i for i, line in enumerate(lines) if _ERROR.search(line)}
     errors = sorted(where.values())
