@@ -172,6 +172,9 @@ def test_command_line_reports_a_wrong_source(tmp_path, capsys):
         ("--imperfect-steps", "-5", "-5 is not a number of steps"),
         ("--imperfect-steps", "2.5", "'2.5' is no whole number"),
         ("--seed", str(2**63), "is not within 64 bits"),
+        ("--layers", "0", "0 layers make no model"),
+        ("--layers", "deep", "'deep' is no whole number"),
+        ("--outlier-strength", "4", "no outliers without --variant outlier"),
         ("--outlier-strength", "inf", "inf is not above 0 and finite"),
         ("--outlier-strength", "0", "0 is not above 0"),
         ("--from", "", "'' names no folder"),
@@ -187,6 +190,20 @@ def test_wrong_arguments_are_named_before_any_training(option, value, said, tmp_
         cli.main(["--out", str(tmp_path / "out"), option, value])
     err = capsys.readouterr().err
     assert ended.value.code == 2 and f"argument {option}: " in err and said in err
+
+
+@pytest.mark.parametrize("option", ["--seed", "--layers", "--clean-steps"])
+def test_options_of_the_training_are_refused_where_nothing_is_trained(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--out", str(tmp_path / "out"), "--from", str(policy_dir("natural")), option, "8"])
+    assert f"argument {option}: not with --from" in capsys.readouterr().err
+
+
+def test_a_deeper_policy(tmp_path):
+    training = pretrain.TrainingSettings(layers=6, clean_steps=1, imperfect_steps=0, batch_size=8)
+    card = make.make_policy(tmp_path, training=training, force=True, n_problems=8, report=silent)
+    assert card["training"]["layers"] == 6
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 6
 
 
 def test_arguments_at_their_limits_are_taken(tmp_path):

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from quads_recipe.paths import given_folder
 
+TRAINING = ("seed", "layers", "clean_steps", "imperfect_steps", "error_rate")
+"""Options that become fields of `TrainingSettings`."""
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="quads make-policy", description=__doc__)
     p.add_argument("--out", type=_new_folder, required=True, help="folder to write; must be new or empty")
     p.add_argument("--variant", choices=("natural", "outlier"), default="natural", help="default natural")
-    p.add_argument("--seed", type=_seed, default=0, help="of the weights, the data and their order (default 0)")
+    p.add_argument("--seed", type=_seed, help="of the weights, the data and their order (default 0)")
+    p.add_argument("--layers", type=_layers, help="layers of the model (default 4)")
     p.add_argument("--clean-steps", type=_steps, help="steps on clean demonstrations")
     p.add_argument("--imperfect-steps", type=_steps, help="steps on imperfect demonstrations")
     p.add_argument("--error-rate", type=_rate, help="probability of a wrong running sum in an imperfect demonstration")
@@ -40,6 +44,12 @@ def _steps(text: str) -> int:
     if (steps := _number(int, text)) < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number of steps; give 0 or more")
     return steps
+
+
+def _layers(text: str) -> int:
+    if (layers := _number(int, text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} layers make no model; give 1 or more")
+    return layers
 
 
 def _seed(text: str) -> int:
@@ -70,16 +80,16 @@ def _number(kind: type, text: str):
 def main(argv: list[str] | None = None) -> int:
     """0 when the policy was written, 1 when it was refused or --from can't be read; other arguments exit with 2."""
     args = parser().parse_args(argv)
+    training = _given(**{name: getattr(args, name) for name in TRAINING})
+    if args.source and training:
+        option = "--" + next(iter(training)).replace("_", "-")
+        parser().error(f"argument {option}: not with --from, which trains nothing; leave one of them out")
+    if args.outlier_strength is not None and args.variant != "outlier":
+        parser().error("argument --outlier-strength: there are no outliers without --variant outlier")
     from quads_recipe.policy.make import PolicyRefused, make_policy
     from quads_recipe.policy.outliers import OutlierSettings
     from quads_recipe.policy.pretrain import TrainingSettings
 
-    training = _given(
-        seed=args.seed,
-        clean_steps=args.clean_steps,
-        imperfect_steps=args.imperfect_steps,
-        error_rate=args.error_rate,
-    )
     try:
         make_policy(
             args.out,

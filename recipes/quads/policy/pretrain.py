@@ -24,10 +24,11 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """`*_steps`: optimizer steps of each stage; `*_lr`: peak learning rate, falling linearly to a tenth;
-    `error_rate`: probability of a wrong running sum in the second stage; `batch_size` in sequences."""
+    """`layers` of the model; `*_steps`: optimizer steps of each stage; `*_lr`: peak learning rate, falling linearly to
+    a tenth; `error_rate`: probability of a wrong running sum in the second stage; `batch_size` in sequences."""
 
     seed: int = 0
+    layers: int = 4
     clean_steps: int = 1600
     imperfect_steps: int = 1400
     clean_lr: float = 3e-3
@@ -48,15 +49,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def build_model(seed: int):
-    """A fresh fp32 Qwen3MoeForCausalLM of 996,736 parameters, initialised from `seed`."""
+def build_model(seed: int, layers: int = 4):
+    """A fresh fp32 Qwen3MoeForCausalLM, initialised from `seed`. 4 layers have 996,736 parameters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -81,7 +82,7 @@ def build_model(seed: int):
 
 def train(settings: TrainingSettings, report: Callable[[str], None] = print):
     """Returns (model fp32, tokenizer) after both stages. Reproducible in every bit inside `one_thread()`."""
-    model, tokenizer = build_model(settings.seed), build_tokenizer()
+    model, tokenizer = build_model(settings.seed, settings.layers), build_tokenizer()
     rng = random.Random(settings.seed)
     stages = (
         ("demonstrations", settings.clean_steps, settings.clean_lr, 0.0),
