@@ -133,8 +133,8 @@ STRESSES = {
         ),
         Stress(
             "long",
-            "problems of 5 to 7 terms: responses twice as long, of a kind the policy never saw",
-            terms=(5, 7),
+            "problems of 4 to 5 terms instead of 3 to 4: longer responses, half of a kind the policy never saw",
+            terms=(4, 5),
             overrides=_LONG,
         ),
     )
