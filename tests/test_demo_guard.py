@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support_wait import eventually
 
 from quads_recipe import demo_guard
 from quads_recipe.demo_process import TrainerProcess, alive
@@ -33,15 +34,6 @@ DEMO = """
     from quads_recipe import demo
     demo.train([sys.executable, "-c", {tree!r}], dict(os.environ), Path({folder!r}), 3)
 """
-
-
-def eventually(done, seconds: float = 60) -> bool:
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def guard_of(parent: int) -> psutil.Process:

@@ -16,6 +16,7 @@ import numpy
 import psutil
 import pytest
 from rich.console import Console
+from support_wait import eventually
 
 from quads_recipe import cli, demo, demo_plot, demo_report
 from quads_recipe.demo_data import balance, write_data
@@ -353,15 +354,6 @@ def test_ending_the_trainer_ends_all_that_it_started(tmp_path):
         members = trainer.members()
     assert not [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert trainer.poll() == -signal.SIGINT
-
-
-def eventually(done, seconds=60):
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_a_failing_trainer_is_reported_with_its_error(tmp_path, capsys):

@@ -18,9 +18,11 @@ import psutil
 import pytest
 from rich.console import Console
 from support_study import make_plan, step_line
+from support_wait import eventually
 
 from quads_recipe.demo_process import alive
 from quads_recipe.demo_report import Step
+from quads_recipe.ending_signals import ENDING
 from quads_recipe.study import cli, collect, plan, runner
 from quads_recipe.study.layout import Layout
 from quads_recipe.study.plan import StudyError
@@ -146,7 +148,7 @@ def test_an_interruption_while_one_is_closed_ends_it_too(tmp_path, monkeypatch):
 
 def test_a_second_signal_to_the_command_is_ignored(monkeypatch):
     """It would end the ending of the trainers, or the report."""
-    before = [signal.getsignal(name) for name in cli.ENDING]
+    before = [signal.getsignal(name) for name in ENDING]
     survived = []
 
     def interrupted(args):
@@ -154,13 +156,13 @@ def test_a_second_signal_to_the_command_is_ignored(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
         finally:
-            for name in cli.ENDING:
+            for name in ENDING:
                 os.kill(os.getpid(), name)
                 survived.append(name)
 
     monkeypatch.setattr(cli, "run", interrupted)
     assert cli.main([]) == cli.INTERRUPTED
-    assert tuple(survived) == cli.ENDING and [signal.getsignal(name) for name in cli.ENDING] == before
+    assert tuple(survived) == ENDING and [signal.getsignal(name) for name in ENDING] == before
 
 
 def test_what_is_ignored_stays_ignored(monkeypatch):
@@ -244,7 +246,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path, guarded):
     script = textwrap.dedent(KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
     process = subprocess.Popen([sys.executable, "-c", script])
     hung = Layout(tmp_path).run("quads", 0)
-    assert eventually(lambda: hung.log.is_file() and "step 2" in hung.log.read_text())
+    assert eventually(lambda: hung.log.is_file() and "step 2" in hung.log.read_text(), seconds=90)
     trainer = psutil.Process(json.loads((hung.folder / "trainer.json").read_text())["pid"])
     if not guarded:
         for child in psutil.Process(process.pid).children():
@@ -271,7 +273,7 @@ def test_an_interrupted_study_ends_its_trainer(tmp_path):
     script = textwrap.dedent(KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     hung = Layout(tmp_path).run("quads", 0)
-    assert eventually(lambda: hung.log.is_file() and "step 2" in hung.log.read_text())
+    assert eventually(lambda: hung.log.is_file() and "step 2" in hung.log.read_text(), seconds=90)
     trainer = psutil.Process(json.loads((hung.folder / "trainer.json").read_text())["pid"])
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -333,12 +335,3 @@ def test_time_left_is_that_of_the_arms_own_runs(tmp_path):
     display.end(run, [])
     assert "about 9 min of training left" in out.getvalue()
     assert describe(Step(2, reward=0.5), 4) == "step 2/4  reward 0.500"
-
-
-def eventually(done, seconds=90):
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True

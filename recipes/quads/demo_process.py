@@ -5,12 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from quads_recipe.ending_signals import undisturbed
 
 # Ray prefixes the lines of its workers with "(Name pid=123)" in colour, or "(Name pid=123, ip=...)".
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -72,7 +71,7 @@ class TrainerProcess:
         Takes `patience` + 10 seconds at most. SIGINT, SIGTERM and SIGHUP are ignored meanwhile: a second Ctrl-C would
         leave the trainer running.
         """
-        with _undisturbed():
+        with undisturbed():
             members = self.members()
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)  # the driver then shuts Ray down itself
@@ -106,13 +105,13 @@ def session(leader: int) -> list[psutil.Process]:
     return [process for process in found.values() if process.is_running()]
 
 
-def stop(processes: list[psutil.Process]) -> None:
-    """Asks them to end, and kills what is left after 5 seconds. Takes 10 seconds at most."""
+def stop(processes: list[psutil.Process], patience: float = 5.0) -> None:
+    """Asks them to end, and kills what is left after `patience` seconds; for that they have 5 seconds."""
     left = list({process.pid: process for process in processes}.values())
-    for asked in (signal.SIGTERM, signal.SIGKILL):
+    for asked, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 5.0)):
         left = [p for p in left if alive(p)]
         _signal_all(left, asked)
-        _, left = psutil.wait_procs(left, timeout=5.0)
+        _, left = psutil.wait_procs(left, timeout=seconds)
 
 
 def alive(process: psutil.Process) -> bool:
@@ -121,21 +120,6 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignores the signals that ask this process to end. Only the main thread gets them, and may set handlers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {name: signal.signal(name, signal.SIG_IGN) for name in asked}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 def _signal_all(processes: list[psutil.Process], asked: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_recipe import alarms
-from quads_recipe.preflight_values import ACTOR, select
+from quads_recipe.preflight_values import ACTOR, devices, select
 from quads_recipe.settings_difference import compute_otherwise, differences
 
 MODE, FROM = "trainer.resume_mode", "trainer.resume_from_path"
@@ -68,10 +68,6 @@ def _latest(config: DictConfig) -> Path | None:
     return root / f"global_step_{text}"
 
 
-def _devices(config: DictConfig) -> int:
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
-
-
 def _everything_here(config: DictConfig) -> bool:
     """False where the workers may have other disks than this machine, each with its own part of the checkpoint."""
     return config.trainer.nnodes == 1 and not select(config, "ray_kwargs.ray_init.address")
@@ -80,22 +76,22 @@ def _everything_here(config: DictConfig) -> bool:
 def _check_world_size(config: DictConfig, name: str, folder: Path) -> None:
     """Files have the number of devices in their names, so another number finds none."""
     written = {int(match[1]) for file in (folder / "actor").glob("*.pt") if (match := _WORLD_SIZE.search(file.name))}
-    devices = _devices(config)
-    if written and devices not in written:
+    count = devices(config)
+    if written and count not in written:
         raise SettingsError(
             name,
             select(config, name),
-            f"{folder} was written by {min(written)} devices, and this run has {devices} (trainer.nnodes x "
+            f"{folder} was written by {min(written)} devices, and this run has {count} (trainer.nnodes x "
             f"trainer.n_gpus_per_node); use as many, or start anew with {MODE}=disable",
         )
 
 
 def _files(config: DictConfig, folder: Path) -> Iterator[Path]:
     """What verl will load."""
-    devices = _devices(config)
+    count = devices(config)
     for content in select(config, ACTOR + "checkpoint.load_contents", list(FILES)):
-        for rank in range(devices) if content in FILES else ():
-            file = folder / "actor" / FILES[content].format(devices, rank)
+        for rank in range(count) if content in FILES else ():
+            file = folder / "actor" / FILES[content].format(count, rank)
             if file.exists() or _everything_here(config):
                 yield file
     if (data := folder / "data.pt").exists():  # verl takes the data from the start where it is missing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from quads_ops.settings import SettingsError
-from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, expect, is_number, select
+from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, devices, expect, is_number, select
 
 # Ways to fill a model that is synced before its first use. The rest of vLLM's want files that verl does not write.
 _LOAD_FORMATS = (None, "auto", "dummy", "hf", "safetensors", "fastsafetensors", "runai_streamer", "pt")
@@ -75,12 +75,12 @@ def _check_parallelism(config: DictConfig) -> None:
         (1, tp),
         f"must be 1 (each expert is cut over the workers) or {ROLLOUT}tensor_model_parallel_size, {tp} (whole experts)",
     )
-    devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    if devices % tp:
+    count = devices(config)
+    if count % tp:
         raise SettingsError(
             ROLLOUT + "tensor_model_parallel_size",
             tp,
-            f"does not divide the {devices} device{'s' * (devices > 1)} of the run (trainer.n_gpus_per_node x "
+            f"does not divide the {count} device{'s' * (count > 1)} of the run (trainer.n_gpus_per_node x "
             "trainer.nnodes); use a divisor, or more devices",
         )
 

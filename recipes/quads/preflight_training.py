@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from quads_ops.settings import SettingsError
-from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, expect, is_number, select
+from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, devices, expect, is_number, select
 
 OPTIM = ACTOR + "optim."
 VALIDATION = ROLLOUT + "val_kwargs."
@@ -196,15 +196,15 @@ def _has_critic(config: DictConfig) -> bool:
 
 def _ranks(config: DictConfig) -> int:
     """That share a batch. Ranks of one sequence (Ulysses) have the same part."""
-    devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    count = devices(config)
     sequence = max(
         select(config, ACTOR + name, 1)
         for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     )
-    if not _whole(1).fits(sequence) or devices % sequence:
+    if not _whole(1).fits(sequence) or count % sequence:
         name = ACTOR + "ulysses_sequence_parallel_size"
-        raise SettingsError(name, sequence, f"must divide the {devices} devices of the run; use 1, or a divisor")
-    return devices // sequence
+        raise SettingsError(name, sequence, f"must divide the {count} devices of the run; use 1, or a divisor")
+    return count // sequence
 
 
 def _check_divisor(config: DictConfig, prefix: str, name: str, dynamic: str, whole: int) -> None:
@@ -234,7 +234,7 @@ def _check_tokens(config: DictConfig) -> None:
 
 
 def _sequence(config: DictConfig) -> int:
-    return config.trainer.n_gpus_per_node * config.trainer.nnodes // _ranks(config)
+    return devices(config) // _ranks(config)
 
 
 def _check_checkpoints(config: DictConfig) -> None:

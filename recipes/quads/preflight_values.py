@@ -31,6 +31,11 @@ def expect(config: DictConfig, name: str, allowed: Collection, remedy: str) -> N
         raise SettingsError(name, value, remedy)
 
 
+def devices(config: DictConfig) -> int:
+    """Of the whole run, one rank each."""
+    return config.trainer.n_gpus_per_node * config.trainer.nnodes
+
+
 def is_number(value: Any) -> bool:
     """True for int and float; bool is no number here."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,13 +14,12 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from quads_recipe import ending_signals
 from quads_recipe.paths import given_folder
 from quads_recipe.study.plan import StudyError, read_object
 from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES
 
 WRONG, FAILED, INTERRUPTED = 2, 1, 130
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask the study to end."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,10 +61,14 @@ def _epilog() -> str:
 def main(argv: list[str] | None = None) -> int:
     """0 when every run and evaluation is done, 1 when one failed, 2 for a wrong argument, 130 when interrupted."""
     args = parser().parse_args(argv)
-    before = {name: signal.getsignal(name) for name in ENDING}
-    for name in ENDING:
-        if before[name] != signal.SIG_IGN:  # as under nohup
-            signal.signal(name, _interrupt)
+    with ending_signals.kept() as before:
+        for name, handler in before.items():
+            if handler != signal.SIG_IGN:  # as under nohup
+                signal.signal(name, _interrupt)
+        return _main(args)
+
+
+def _main(args: argparse.Namespace) -> int:
     try:
         if args.compare:
             return _compare(args)
@@ -76,15 +79,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 def _interrupt(*_: object) -> None:
     """Another one is ignored: it would cut short the ending of the trainers, and the report."""
-    for name in ENDING:
-        signal.signal(name, signal.SIG_IGN)
+    ending_signals.ignore()
     raise KeyboardInterrupt
 
 

@@ -6,11 +6,11 @@ Only where the study was killed together with the guard that ends its trainers t
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import psutil
 
+from quads_recipe.demo_process import session, stop
 from quads_recipe.study.plan import write_atomically
 
 FILE = "trainer.json"
@@ -32,37 +32,15 @@ def end(folder: Path) -> int | None:
     if not file.is_file():
         return None
     facts = json.loads(file.read_text())
-    members = _session(facts["pid"], facts["started"])
-    for process in members:
-        _signal(process.terminate)
-    _, alive = psutil.wait_procs(members, timeout=15)
-    for process in alive:
-        _signal(process.kill)
-    psutil.wait_procs(alive, timeout=5)
+    members = session(facts["pid"]) if _is(facts["pid"], facts["started"]) else []
+    stop(members, patience=15.0)
     forget(folder)
     return facts["pid"] if members else None
 
 
-def _session(pid: int, started: float) -> list[psutil.Process]:
-    """The processes of the session that `pid` leads, and their descendants; none if `pid` is another process now."""
+def _is(pid: int, started: float) -> bool:
+    """False if the process has ended, though another one may have its pid now."""
     try:
-        if abs(psutil.Process(pid).create_time() - started) > 1:
-            return []
+        return abs(psutil.Process(pid).create_time() - started) <= 1
     except psutil.NoSuchProcess:
-        return []
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == pid:
-                found[process.pid] = process
-                found |= {child.pid: child for child in process.children(recursive=True)}
-        except (psutil.Error, OSError):
-            continue
-    return list(found.values())
-
-
-def _signal(send) -> None:
-    try:
-        send()
-    except psutil.Error:
-        pass
+        return False

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quads_recipe.demo import POLL_SECONDS, _write_script
-from quads_recipe.demo_process import TrainerProcess, _undisturbed, error_lines
+from quads_recipe.demo_process import TrainerProcess, error_lines
+from quads_recipe.ending_signals import undisturbed
 from quads_recipe.study import collect, command, data, leftover
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import Plan, StudyError
@@ -71,7 +72,7 @@ class Runner:
                 self.display.update()
                 time.sleep(POLL_SECONDS if active else 0)
         finally:
-            with _undisturbed():  # also between two of them
+            with undisturbed():  # also between two of them
                 for attempt in active:
                     attempt.end()
 
