@@ -16,7 +16,7 @@ def test_prompts_that_do_not_fit_in_one_batch(tmp_path):
     model = str(save_checkpoint(tmp_path, "qwen3_moe"))
     options = EngineOptions(model, "float32", LENGTH + NEW, stop_token_ids=())
     settings = QuadsSettings.from_dict({"arm": "naive"})
-    with RolloutEngine(options, settings) as engine:
+    with support.fresh_cpu_worker(), RolloutEngine(options, settings) as engine:
         room = engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
         assert room % LENGTH, "a batch of whole prompts: choose another length"
         prompts = [[6 + (i + j) % 20 for j in range(LENGTH)] for i in range(room // LENGTH + 2)]
