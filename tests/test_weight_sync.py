@@ -40,7 +40,7 @@ def receive(address, got):
 def test_weights_arrive(address):
     weights = {f"w{i}": torch.randn(100, 100 + i) for i in range(60)}  # 2.6 MiB: several buckets
     got = {}
-    thread = threading.Thread(target=receive, args=(address, got))
+    thread = threading.Thread(target=receive, args=(address, got), daemon=True)
     thread.start()
     send(address, weights.items())
     thread.join(10)
@@ -73,8 +73,28 @@ def test_failed_receiver_raises_its_own_error(address, monkeypatch):
 def test_receiver_that_ends_early_is_an_error(address, monkeypatch):
     monkeypatch.setattr(weight_sync.ray, "wait", lambda refs, timeout: (refs, []))
     monkeypatch.setattr(weight_sync.ray, "get", lambda ref: [{}])
+    monkeypatch.setattr(weight_sync, "_LAST_ANSWER_MS", 100)
     with pytest.raises(weight_sync.WeightSyncError, match="before it had taken all weights"):
         send(address, [("w", torch.zeros(4))], timeout_s=30, receiver=object())
+
+
+def test_receiver_that_answers_and_ends_between_two_looks_is_no_error(address, monkeypatch):
+    """A small model is requantized faster than Ray says whether the call is over."""
+    got = {}
+    thread = threading.Thread(target=receive, args=(address, got), daemon=True)
+
+    def wait(refs, timeout):
+        if not thread.is_alive():
+            thread.start()
+        time.sleep(0.1)
+        return (refs, [])
+
+    monkeypatch.setattr(weight_sync.ray, "wait", wait)
+    monkeypatch.setattr(weight_sync.ray, "get", lambda ref: [{}])
+    weight = torch.arange(4.0)
+    send(address, [("w", weight)], timeout_s=30, receiver=object())
+    thread.join(10)
+    assert torch.equal(got["w"], weight)
 
 
 def test_two_runs_on_one_host_have_their_own_sockets(monkeypatch):

@@ -17,6 +17,8 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from quads_recipe.run_id import weight_socket
 
 _POLL_MS = 200
+_LAST_ANSWER_MS = 5000
+"""How long an answer may still be on its way when the call that sent it has returned."""
 
 
 class WeightSyncError(RuntimeError):
@@ -48,6 +50,8 @@ class _BoundedSocket:
         while not self._socket.poll(_POLL_MS, event):
             if self._receiver is not None and ray.wait([self._receiver], timeout=0)[0]:
                 ray.get(self._receiver)  # raises the rollout's own error
+                if self._socket.poll(_LAST_ANSWER_MS, event):  # it answered and ended since the last look
+                    return
                 raise WeightSyncError("the rollout finished its update before it had taken all weights")
             if time.monotonic() > deadline:
                 raise WeightSyncError(
