@@ -5,6 +5,7 @@ at each, and two go side by side where memory allows.
 """
 
 import csv
+import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ SITES = 4 * 4
 
 PROBE = "quads.probe.every=3"
 LAYERS = (PROBE, "quads.probe.layers=true")
+BROKEN = "model.layers.1.self_attn.o_proj"
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SIDE_BY_SIDE_BYTES = 18 << 30
 """Two runs take 17 GiB, one of them with two ranks."""
@@ -62,7 +64,16 @@ def run_mixtral(folder: Path) -> Run:
     return finished(folder / "run", "--steps", "2", "--policy", str(policy), overrides=(reward,))
 
 
-RUNS = {"quads": run_quads, "killed": run_naive, "exact": run_exact, "mixtral": run_mixtral}
+def run_broken(folder: Path) -> subprocess.CompletedProcess:
+    """A dense model with NaN in one weight."""
+    policy = save_checkpoint(folder / "policy", "qwen3", **HEADS)
+    weights = load_file(policy / "model.safetensors")
+    weights[f"{BROKEN}.weight"][3, 5] = torch.nan
+    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
+    return quads_demo(folder / "run", "--policy", str(policy), "--steps", "1")
+
+
+RUNS = {"quads": run_quads, "killed": run_naive, "exact": run_exact, "mixtral": run_mixtral, "broken": run_broken}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +110,11 @@ def exact(runs) -> tuple[Run, Run]:
 @pytest.fixture(scope="module")
 def mixtral(runs) -> Run:
     return runs["mixtral"].result()
+
+
+@pytest.fixture(scope="module")
+def broken(runs) -> subprocess.CompletedProcess:
+    return runs["broken"].result()
 
 
 @pytest.mark.parametrize("arm", ["quads", "naive"])
@@ -184,12 +200,7 @@ def test_another_model_and_reward(mixtral):
     assert all(0 < difference < 0.5 for difference in mixtral.values("quads/logprob_abs_diff_mean"))
 
 
-def test_broken_weights_end_the_run_with_the_cause(tmp_path):
-    """An error on the receiving side must not hang the trainer: NaN in one weight, of a dense model."""
-    policy = save_checkpoint(tmp_path / "policy", "qwen3", **HEADS)
-    weights = load_file(policy / "model.safetensors")
-    weights["model.layers.1.self_attn.o_proj.weight"][3, 5] = torch.nan
-    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
-    result = quads_demo(tmp_path / "run", "--policy", str(policy), "--steps", "1")
-    assert result.returncode == 1
-    assert "model.layers.1.self_attn.o_proj" in result.stderr and "NaN" in result.stderr
+def test_broken_weights_end_the_run_with_the_cause(broken):
+    """An error on the receiving side must not hang the trainer."""
+    assert broken.returncode == 1
+    assert BROKEN in broken.stderr and "NaN" in broken.stderr
