@@ -416,6 +416,28 @@ def test_handlers_are_back_after_a_trainer_was_ended(tmp_path):
     assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_an_ignored_signal_stays_ignored(tmp_path, monkeypatch, ignored):
+    """As SIGHUP is under nohup; otherwise it ends the demo as Ctrl-C does."""
+
+    def train(*_):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return 7
+
+    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(demo, "report", lambda *_: None)
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    arguments = ["--steps", "1", "--run-dir", str(tmp_path / "run")]
+    try:
+        if ignored:
+            assert demo.main(arguments) == 7
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                demo.main(arguments)
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

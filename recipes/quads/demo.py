@@ -10,12 +10,12 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from quads_recipe.ending_signals import handled
 from quads_recipe.paths import POLICIES, configs_dir, given_folder, hydra_value, policy_dir
 
 POLL_SECONDS = 0.5
@@ -52,12 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     except (DemoError, OSError) as error:
         print(f"quads demo: {error}", file=sys.stderr)
         return 2
-    # A terminated demo must end its trainer too, as with Ctrl-C.
-    for name in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, _interrupt)
     print(f"run folder: {run_dir}\nby hand:    {run_dir / 'command.sh'}", flush=True)
     print("Starting Ray, verl and vLLM takes a minute or more; then there is a line for each step.", flush=True)
-    status = train(command, environment, run_dir, args.steps)
+    with handled(_interrupt):  # a terminated demo must end its trainer too, as with Ctrl-C
+        status = train(command, environment, run_dir, args.steps)
     report(run_dir, f"QUADS demo: arm {args.arm}, policy {Path(args.policy).name}, seed {args.seed}")
     return status
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,16 @@ def kept() -> Iterator[dict[signal.Signals, Any]]:
     finally:
         for name, handler in before.items():
             signal.signal(name, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+
+
+@contextmanager
+def handled(handler: Callable[..., None]) -> Iterator[None]:
+    """With `handler` for each of them that is not ignored already, as SIGHUP is under nohup."""
+    with kept() as before:
+        for name, former in before.items():
+            if former != signal.SIG_IGN:
+                signal.signal(name, handler)
+        yield
 
 
 def ignore() -> None:

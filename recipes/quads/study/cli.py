@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -61,10 +60,7 @@ def _epilog() -> str:
 def main(argv: list[str] | None = None) -> int:
     """0 when every run and evaluation is done, 1 when one failed, 2 for a wrong argument, 130 when interrupted."""
     args = parser().parse_args(argv)
-    with ending_signals.kept() as before:
-        for name, handler in before.items():
-            if handler != signal.SIG_IGN:  # as under nohup
-                signal.signal(name, _interrupt)
+    with ending_signals.handled(_interrupt):
         return _main(args)
 
 
