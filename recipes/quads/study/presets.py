@@ -40,7 +40,7 @@ PRESETS = {
     for preset in (
         Preset(
             "quick",
-            "about 12 minutes on 2 cores: one seed, so the mismatch shows and nothing can be tested",
+            "12 to 14 minutes on 2 cores: one seed, so the mismatch shows and nothing can be tested",
             arms=("bf16", "naive", "qat", "quads"),
             seeds=1,
             steps=10,
