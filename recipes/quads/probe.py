@@ -20,6 +20,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
+from verl.utils.device import get_device_id
 from verl.workers.utils.padding import response_from_nested
 
 from quads_ops.settings import QuadsSettings
@@ -56,8 +57,8 @@ class ProbeForwards:
 
     def set_masks(self, workers: list[list[dict]]) -> None:
         """workers: what the rollout's workers returned from `quads_masks`."""
-        device = next(self._engine.module.parameters()).device
-        self._residuals = to_device(from_rollout(workers), device)
+        # Where the forwards run, which is not where offloaded parameters wait.
+        self._residuals = to_device(from_rollout(workers), get_device_id())
 
     @contextmanager
     def leg(self, name: str) -> Iterator[None]:
@@ -133,11 +134,11 @@ def run_layers(worker_group, part: KVBatchMeta, settings: QuadsSettings, step: i
 def part_of(batch: KVBatchMeta, sequences: int, dp_size: int, rollout: DictConfig) -> KVBatchMeta | None:
     """The first sequences that are no padding: as many on every rank, in micro batches no larger than configured.
 
-    dp_size: data parallel ranks of the actor. rollout: verl's `actor_rollout_ref.rollout`.
-    None if the batch has fewer sequences than `dp_size`.
+    sequences: how many to look at; at least one on every rank. dp_size: data parallel ranks of the actor. rollout:
+    verl's `actor_rollout_ref.rollout`. None if the batch has fewer sequences than `dp_size`.
     """
     rows = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    per_rank = min(len(rows), sequences) // dp_size
+    per_rank = min(len(rows), max(sequences, dp_size)) // dp_size
     if not per_rank:
         return None
     extra = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature}
