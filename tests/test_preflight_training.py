@@ -164,6 +164,7 @@ FINE = {
     "dynamic": of(ACTOR, use_dynamic_bsz=True, ppo_micro_batch_size_per_gpu=None, ppo_max_token_len_per_gpu=64)
     | of(ROLLOUT, log_prob_micro_batch_size_per_gpu=None),
     "sequence": of("trainer.", n_gpus_per_node=4)
+    | of(MODEL, override_config__attn_implementation="flash_attention_2", use_remove_padding=True)
     | of(ACTOR, ulysses_sequence_parallel_size=2, ppo_micro_batch_size_per_gpu=64)
     | of(ROLLOUT, log_prob_micro_batch_size_per_gpu=64),
     "padded": of(ACTOR, ppo_mini_batch_size=12, ppo_micro_batch_size_per_gpu=96)

@@ -1,6 +1,7 @@
 """Checkpoints that transformers would fill with random numbers, or fail on late, are refused by their headers."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -120,3 +121,21 @@ def test_no_weights_and_weights_that_are_not_read(folder, tmp_path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     assert "were not checked" in preflight_weights.check("path", tmp_path / "hub" / "id", model)[0]
+
+
+def test_a_file_larger_than_this_machine_s_memory(tmp_path):
+    """transformers 5 cuts files at 50 GB only, and the machine that starts a run may be the smallest of a cluster."""
+    size = 1 << 40
+    header = {"w": {"dtype": "BF16", "shape": [size >> 21, 1 << 20], "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    with open(tmp_path / FILE, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + size)  # a hole
+    [(name, tensor)] = preflight_weights._read(tmp_path / FILE)
+    assert name == "w" and tensor.is_meta and tensor.shape == (size >> 21, 1 << 20) and tensor.dtype == torch.bfloat16
+
+
+def test_a_dtype_that_transformers_can_not_load(folder):
+    text = json.dumps({"w": {"dtype": "F8_E8M0", "shape": [16], "data_offsets": [0, 16]}}).encode()
+    (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    refused(folder, "holds weights of dtype 'F8_E8M0', which transformers can't load")

@@ -111,6 +111,17 @@ def device() -> Iterator[Check]:
     yield path(here)
 
 
+def attention() -> Iterator[Check]:
+    """flash-attn, which verl's actor uses on a GPU unless told otherwise."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    found = compat.installed_version("flash-attn")
+    remedy = "install it (docs/install.md), or set +actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+    yield Check("flash-attn", OK if found else NOTE, found or "not installed", "" if found else remedy)
+
+
 def path(here: torch.device) -> Check:
     """Which path NVFP4 takes on a device, in the words of the dispatch itself."""
     from quads_ops import cpu_build, dispatch
@@ -288,6 +299,7 @@ def size(count: int) -> str:
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     versions,
     device,
+    attention,
     cpu_kernel,
     plugins,
     stale_metadata,

@@ -1,7 +1,7 @@
 """Checks of the environment and of the hydra config, before Ray starts. Each failure is one SettingsError.
 
-Here is what needs no more than the config; `preflight_{types,rollout,training,data,code}` have a subject each, and
-`preflight_{model,weights,tokenizer}` look into the model's folder.
+Here is what needs no more than the config; `preflight_{types,rollout,attention,training,data,code}` have a subject
+each, and `preflight_{model,weights,tokenizer}` look into the model's folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from omegaconf import DictConfig
 
 from quads_ops import compat
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight_code, preflight_data, preflight_rollout, preflight_training, preflight_types
+from quads_recipe import (
+    preflight_attention,
+    preflight_code,
+    preflight_data,
+    preflight_ray,
+    preflight_rollout,
+    preflight_training,
+    preflight_types,
+)
 from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, check_run, dtype_name, expect, quantizes, select
 
 # Entry point group: our name in it, and the variable by which a user may choose among plugins.
@@ -63,7 +71,8 @@ def check_environment(config: DictConfig) -> None:
         raise SettingsError("trainer.device", device, "set VERL_PLATFORM=cpu in the environment to run on a CPU")
     if device != "cpu" and platform == "cpu":
         raise SettingsError("VERL_PLATFORM", platform, f"unset it, or set trainer.device=cpu (it is {device})")
-    if device == "cuda" and not torch.cuda.is_available():
+    # The machine that starts the run may be one without a GPU, of a cluster that has them.
+    if device == "cuda" and not torch.cuda.is_available() and not preflight_ray.joins_cluster(config):
         raise SettingsError(
             "trainer.device", device, "no CUDA device is visible; on a CPU use VERL_PLATFORM=cpu and trainer.device=cpu"
         )
@@ -73,21 +82,22 @@ def check_config(config: DictConfig, settings: QuadsSettings) -> list[str]:
     """Everything in the config that QUADS can't work with; lines for the terminal."""
     for name, (allowed, remedy) in _REQUIRED.items():
         expect(config, name, allowed, remedy)
+    for name in ("lora_rank", "lora.rank"):
+        expect(config, MODEL + name, (0, None), "LoRA is not supported, in no arm; set it to 0")
+    expect(config, MODEL + "lora_adapter_path", (None,), "LoRA is not supported, in no arm; remove it")
     preflight_rollout.check(config)
     if quantizes(settings):
         _check_quantization(config)
     check_run(config)
     preflight_types.check(config)
     lines = preflight_training.check(config)
+    preflight_attention.check(config)
     preflight_code.check(config)
     preflight_data.check(config)
     return preflight_rollout.check_master_dtype(config) + lines
 
 
 def _check_quantization(config: DictConfig) -> None:
-    for name in ("lora_rank", "lora.rank"):
-        expect(config, MODEL + name, (0, None), "LoRA can't be combined with quantization; set it to 0")
-    expect(config, MODEL + "lora_adapter_path", (None,), "LoRA can't be combined with quantization; remove it")
     kv = ROLLOUT + "engine_kwargs.vllm.kv_cache_dtype"
     expect(config, kv, (None, "auto", "bfloat16", "float16"), "a quantized KV cache adds its own mismatch; use auto")
     rollout = dtype_name(config, ROLLOUT + "dtype", "bfloat16")

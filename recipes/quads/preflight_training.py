@@ -136,7 +136,8 @@ def _check_algorithm(config: DictConfig) -> None:
     if not select(config, MODEL + "external_lib"):
         _expect_known(config, "algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY)
         _expect_known(config, ACTOR + "policy_loss.loss_mode", POLICY_LOSS_REGISTRY)
-    if estimator in _BY_GROUP and select(config, ROLLOUT + "n") < 2:
+    # With a teacher the loss needs no comparison.
+    if estimator in _BY_GROUP and select(config, ROLLOUT + "n") < 2 and not select(config, "distillation.enabled"):
         remedy = f"{estimator} compares the responses to one prompt; set 2 or more, or another algorithm.adv_estimator"
         raise SettingsError(ROLLOUT + "n", select(config, ROLLOUT + "n"), remedy)
     if select(config, ACTOR + "policy_loss.loss_mode") == "vanilla" and select(config, ACTOR + "clip_ratio_c") <= 1:
@@ -174,6 +175,8 @@ def _check_prompts_of_a_step(config: DictConfig) -> None:
 
 def _check_micro_batches(config: DictConfig) -> None:
     """verl cuts a rank's share of a mini-batch into micro-batches, and asserts in the first update that they fit."""
+    dynamic = select(config, ACTOR + "use_dynamic_bsz")
+    expect(config, ROLLOUT + "log_prob_use_dynamic_bsz", (dynamic,), f"must be as {ACTOR}use_dynamic_bsz, {dynamic}")
     ranks = _ranks(config)
     n, mini = select(config, ROLLOUT + "n"), select(config, ACTOR + "ppo_mini_batch_size")
     if mini * n % ranks:

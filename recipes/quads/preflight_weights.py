@@ -75,13 +75,21 @@ def _files(path: Path, explicit: str | None) -> list[Path] | None:
 
 def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
     """Names, and tensors on the meta device."""
-    from safetensors import SafetensorError
-    from transformers.modeling_utils import load_state_dict
+    from safetensors import SafetensorError, safe_open
+    from transformers.modeling_utils import str_to_torch_dtype
 
     if not file.is_file():
         raise _Unfit(f"{file.name} is missing, which {_INDEX} names; copy it there")
     try:
-        return list(load_state_dict(file, map_location="meta").items())
+        # Of numpy: as torch's it wants memory for the whole file, which may be larger than that of this machine.
+        with safe_open(file, framework="numpy") as stored:
+            parts = [(name, stored.get_slice(name)) for name in stored.keys()]  # noqa: SIM118 - is no mapping
+            return [
+                (name, torch.empty(part.get_shape(), dtype=str_to_torch_dtype[part.get_dtype()], device="meta"))
+                for name, part in parts
+            ]
+    except KeyError as error:
+        raise _Unfit(f"{file.name} holds weights of dtype {error}, which transformers can't load") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise _unreadable(file, error) from None
 
