@@ -67,7 +67,8 @@ def convert(model: nn.Module, targets: Targets, mode: str, *, recompute: bool = 
         The control of the converted model; `.names` lists what was converted.
 
     Raises:
-        SettingsError: from `plan_parameters`, mode none, or a model that was converted before.
+        SettingsError: from `plan_parameters`, mode none, a model that was converted before, or a module whose forward
+            was replaced.
     """
     if mode == "none":
         raise SettingsError("quads.actor.mode", mode, "converts nothing; leave the model as it is")
@@ -77,6 +78,9 @@ def convert(model: nn.Module, targets: Targets, mode: str, *, recompute: bool = 
     for name, module in modules.items():
         if hasattr(module, "quads"):
             raise SettingsError("quads.targets", name, "is fake-quantized already; convert a model once")
+        if "forward" in vars(module):  # as liger-kernel does to fused experts
+            bypass = "has a forward of its own, which would bypass fake quantization"
+            raise SettingsError("quads.targets", name, f"{bypass}; switch off model.use_liger, or exclude the module")
     for parameter in plan.values():
         module = modules[parameter.module]
         if isinstance(module, nn.Linear):

@@ -139,6 +139,17 @@ def test_wrong_modes_are_refused(mode, message):
         convert(support_models.tiny_model("qwen3"), ALL, mode)
 
 
+def test_a_forward_that_was_replaced_is_refused():
+    """As liger-kernel does it to fused experts; the first forward would end with NotFakeQuantized."""
+    model = support_models.tiny_model("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.__dict__["forward"] = type(experts).forward.__get__(experts)
+    with pytest.raises(SettingsError, match="quads.targets = 'model.layers.1.mlp.experts': has a forward of its own"):
+        convert(model, ALL, "w4a16")
+    assert not hasattr(model.model.layers[0].self_attn.q_proj, "quads")
+    convert(model, Targets("all_linear", ["re:.*layers.1.mlp.experts"]), "w4a16")
+
+
 def test_a_model_is_converted_once():
     model = support_models.tiny_model("qwen3_moe")
     convert(model, Targets("experts"), "w4a16")

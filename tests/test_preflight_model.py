@@ -158,3 +158,21 @@ def test_the_demos_own_configuration_passes(tmp_path, monkeypatch):
         with initialize_config_dir(str(configs_dir()), version_base=None):
             run = compose("quads_demo", [part for part in command[7:] if not part.startswith("hydra.")])
         assert not [line for line in derive.prepare(run) if "not checked" in line or "ignored" in line]
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "fits"),
+    [
+        ("qwen3_moe", {}, False),
+        ("mixtral", {}, False),
+        ("qwen3_moe", {"arm": "naive"}, True),
+        ("qwen3_moe", {"targets": ["re:.*self_attn.*"]}, True),
+        ("qwen3", {}, True),
+    ],
+)
+def test_liger_kernels_in_place_of_fake_quantized_experts(config, tmp_path, family, block, fits):
+    given = of(MODEL, path=str(save_checkpoint(tmp_path / "m", family)), use_liger=True)
+    if fits:
+        check(changed(config, **given), **block)
+    else:
+        refused(changed(config, **given), MODEL + "use_liger = True: ", "liger-kernel replaces the forward", **block)

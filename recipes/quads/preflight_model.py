@@ -26,6 +26,9 @@ EP = ROLLOUT + "expert_parallel_size"
 # Linears that vLLM cuts along K under tensor parallelism.
 ROW_PARALLEL = ("o_proj", "down_proj", "dense", "out_proj")
 
+# Whose fused experts liger-kernel gives a forward of its own.
+_LIGER_EXPERTS = ("qwen3_moe", "mixtral")
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -166,6 +169,8 @@ def check(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list
         targets.match(quantizable_modules(model))  # a pattern that is wrong here is wrong in the arms compared with
         return ["nothing is quantized"]
     planned = plan_parameters(model, targets)
+    if settings.actor.mode != "none":
+        _check_liger(config, model, planned)
     for parameter in planned.values():
         _check_shards(parameter, config.actor_rollout_ref.rollout)
     return _describe(model, targets, planned)
@@ -183,6 +188,14 @@ def _describe(model: nn.Module, targets: Targets, planned: dict[str, PlannedPara
 
 def _names(names: tuple[str, ...]) -> str:
     return f"{len(names)} module{'s' * (len(names) != 1)} ({first_names(names, 3)})" if names else "nothing"
+
+
+def _check_liger(config: DictConfig, model: nn.Module, planned: dict[str, PlannedParameter]) -> None:
+    name = MODEL + "use_liger"
+    experts = next((p.module for p in planned.values() if p.projections), None)
+    if select(config, name) and experts and model.config.model_type in _LIGER_EXPERTS:
+        remedy = f"liger-kernel replaces the forward of {experts}, and with it fake quantization; set it to false"
+        raise SettingsError(name, True, remedy)
 
 
 def _check_shards(parameter: PlannedParameter, rollout: DictConfig) -> None:

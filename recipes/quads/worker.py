@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name, get_vendor
+from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from quads_ops import receipt
@@ -24,6 +26,8 @@ class QuadsWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
+        if "actor" in self.role:
+            _require_our_engine(self.config.actor.strategy)
         super().init_model()
         if self.rollout is not None:
             stock = self.rollout
@@ -95,3 +99,19 @@ class QuadsWorker(ActorRolloutRefWorker):
             if value is not None:
                 metrics[f"quads/rac_{name}_mean"] = float(value)
         return metrics
+
+
+def _require_our_engine(strategy: str) -> None:
+    """verl chooses an engine by device and vendor; with its own nothing would be fake-quantized.
+
+    Raises:
+        RuntimeError: it would take another one.
+    """
+    from quads_recipe.engine import QuadsFSDPEngine  # registers it, as model.external_lib will
+
+    chosen = EngineRegistry.get_engine_cls("language_model", strategy)
+    if not issubclass(chosen, QuadsFSDPEngine):
+        raise RuntimeError(
+            f"verl takes {chosen.__name__} here (device {get_device_name()}, vendor {get_vendor()}), not the engine of "
+            "QUADS, which is for NVIDIA GPUs and CPUs; if VERL_ENGINE_DEVICE or VERL_ENGINE_VENDOR is set, unset it"
+        )
