@@ -48,31 +48,48 @@ def random_weight(*shape: int, device: torch.device) -> PackedWeight:
 
 
 def quantizers(device: torch.device, shapes) -> str:
+    """Activations without residual, with part of it in another order of blocks, and with all; weights in each form."""
     for tokens, n, k in shapes:
-        x = activations(tokens, k, device)
-        kept = k // 32
-        found = activation.quantize(x, kept=kept)
-        g = nvfp4.global_scale_dec(x.float().abs().amax(-1))
-        codes, scales = nvfp4.quantize(x, g)
-        rest = x.float() - nvfp4.dequantize(codes, scales, g)
-        residual, residual_scales = nvfp4.quantize(rest[:, : 16 * kept], g)
-        pairs = {
-            "g": (found.global_scale_dec, g),
-            "codes": (found.packed, nvfp4.pack(codes)),
-            "block scales": (found.block_scales, scales),
-            "residual codes": (found.residual_packed, nvfp4.pack(residual)),
-            "residual block scales": (found.residual_block_scales, residual_scales),
-        }
-        w = torch.randn(n, k, device=device).bfloat16()
-        gw = nvfp4.global_scale_dec(weight_amax(w))
-        for name, part in zip(("packed weight", "weight scales"), quantize_weight(w, gw)[:2], strict=True):
-            index = 0 if name == "packed weight" else 1
-            pairs[name] = (dispatch.quantize_weight(w, gw, backend="emulated")[index], part)
-        for name, (actual, expected) in pairs.items():
-            if not torch.equal(actual, expected):
-                wrong = int((actual != expected).sum())
-                raise CheckFailed(f"quantizer, [{tokens}, {k}]: {wrong} of {actual.numel()} {name} differ from torch")
+        x, w = activations(tokens, k, device), torch.randn(n, k, device=device).bfloat16()
+        for kept in (0, k // 32, k // 16):
+            order = torch.randperm(k // 16, device=device).int() if 0 < kept < k // 16 else None
+            _compare(f"[{tokens}, {k}], kept {kept}", *_quantized_twice(x, kept, order))
+        _compare(f"[{n}, {k}]", *_weight_twice(w))
     return f"quantizers equal torch in every bit ({len(shapes)} shapes)"
+
+
+def _quantized_twice(x: torch.Tensor, kept: int, order: torch.Tensor | None) -> tuple[dict, dict]:
+    """What the kernel makes of activations, and what torch does."""
+    found = activation.quantize(x, kept=kept, order=order)
+    moved = x.float() if order is None else x.float().unflatten(-1, (-1, 16))[:, order.long()].flatten(-2)
+    g = nvfp4.global_scale_dec(x.float().abs().amax(-1))
+    codes, scales = nvfp4.quantize(moved, g)
+    expected = {"g": g, "codes": nvfp4.pack(codes), "block scales": scales}
+    actual = {"g": found.global_scale_dec, "codes": found.packed, "block scales": found.block_scales}
+    if kept:
+        rest = (moved - nvfp4.dequantize(codes, scales, g))[:, : 16 * kept]
+        codes, scales = nvfp4.quantize(rest, g)
+        expected |= {"residual codes": nvfp4.pack(codes), "residual block scales": scales}
+        actual |= {"residual codes": found.residual_packed, "residual block scales": found.residual_block_scales}
+    return actual, expected
+
+
+def _weight_twice(w: torch.Tensor) -> tuple[dict, dict]:
+    """What the kernels make of a weight, and what torch does."""
+    g = nvfp4.global_scale_dec(weight_amax(w))
+    parts = "packed weight", "weight scales"
+    expected = dict(zip(parts, quantize_weight(w, g)[:2], strict=True))
+    actual = dict(zip(parts, dispatch.quantize_weight(w, g, backend="emulated")[:2], strict=True))
+    expected["fake-quantized weight"] = nvfp4.reference_qdq(w, g).to(w.dtype)
+    actual["fake-quantized weight"] = dispatch.fake_quantize_weight(w, g, backend="emulated")
+    return actual, expected
+
+
+def _compare(shape: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, wanted in expected.items():
+        if not torch.equal(actual[name], wanted):
+            wrong = int((actual[name] != wanted).sum())
+            raise CheckFailed(f"quantizer, {shape}: {wrong} of {wanted.numel()} {name} differ from torch")
 
 
 def products(device: torch.device, native: bool, shapes) -> str:

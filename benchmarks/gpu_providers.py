@@ -1,10 +1,12 @@
 """What benchmarks/gpu_bench.py times: the kernels of this project, and what they compete with, on the same operands.
 
 Every function returns {name: Provider}, leaving out what this machine does not have. vLLM's operators are looked up
-where they are, in the installed version; NVFP4 ones need Blackwell.
+where they are, in the installed version; NVFP4 ones need Blackwell. Where vLLM is installed and lacks one, or refuses
+these operands, that is said, and the rest is timed.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +22,13 @@ from quads_ops.residual import ResidualMask
 from quads_ops.weights import dequantize_weight
 
 RATIOS = (0.0, 0.25, 0.5, 1.0)
+VLLM_OPERATORS = {
+    "scaled_fp8_quant": "dynamic_per_token_scaled_fp8_quant",
+    "cutlass_scaled_mm": "cutlass_scaled_mm",
+    "scaled_fp4_quant": "scaled_fp4_quant",
+    "cutlass_scaled_fp4_mm": "cutlass_scaled_fp4_mm",
+}
+"""Function of vllm._custom_ops -> the compiled operator that it calls here."""
 
 
 @dataclass
@@ -49,12 +58,7 @@ def quantizers(tokens: int, k: int, device: torch.device) -> dict[str, Provider]
         moved = tokens * (2 * k + (0.5 + 1 / 16) * (k + 16 * kept) + 4)
         run = lambda kept=kept, order=order: activation.quantize(x, kept=kept, order=order)  # noqa: E731
         found[f"quads ratio {ratio:g}"] = Provider(run, ratio, moved)
-    if _vllm_has("scaled_fp4_quant") and _blackwell(device):
-        from vllm import _custom_ops as ops
-
-        scale = torch.ones(1, device=device)
-        found["vllm nvfp4"] = Provider(lambda: ops.scaled_fp4_quant(x, scale), None, tokens * k * (2 + 0.5 + 1 / 16))
-    return found
+    return found | {"torch copy": _copy(x)} | _peers(_vllm_quantizer, x, device)
 
 
 def weight_quantizers(n: int, k: int, device: torch.device) -> dict[str, Provider]:
@@ -62,7 +66,13 @@ def weight_quantizers(n: int, k: int, device: torch.device) -> dict[str, Provide
     g = torch.tensor(1e-3, device=device)
     fake = Provider(lambda: dispatch.fake_quantize_weight(w, g, backend="emulated"), None, 4.0 * n * k)
     packed = Provider(lambda: dispatch.quantize_weight(w, g, backend="emulated"), None, (2 + 0.5 + 1 / 16) * n * k)
-    return {"quads weight qdq": fake, "quads weight packed": packed}
+    return {"quads weight qdq": fake, "quads weight packed": packed, "torch copy": _copy(w)}
+
+
+def _copy(x: torch.Tensor) -> Provider:
+    """What moving so little costs at best: starting a kernel takes a part of it."""
+    target = torch.empty_like(x)
+    return Provider(lambda: target.copy_(x), None, 2.0 * x.nbytes)
 
 
 def linears(tokens: int, n: int, k: int, device: torch.device, backend: str) -> dict[str, Provider]:
@@ -82,7 +92,7 @@ def linears(tokens: int, n: int, k: int, device: torch.device, backend: str) -> 
             found[f"quads gemm {note}"] = Provider(gemm, ratio, operations=operations)
         linear = lambda weight=weight: w4a4_linear(x, weight, backend=backend)  # noqa: E731
         found[f"quads linear {backend} ratio {ratio:g}"] = Provider(linear, ratio, operations=operations)
-    return found | _vllm_linears(x, dense, operations, device)
+    return found | _peers(_vllm_linears, x, dense, operations, device)
 
 
 def experts(
@@ -101,7 +111,7 @@ def experts(
         run = lambda w13=w13, w2=w2: w4a4_moe(x, w13, w2, weights, ids, backend=backend)  # noqa: E731
         found[f"quads experts {backend} ratio {ratio:g}"] = Provider(run, ratio, operations=operations)
     found["torch bf16"] = Provider(_torch_experts(x, dense13, dense2, weights, ids), operations=operations)
-    return found | _vllm_experts(x, dense13, dense2, weights, ids, operations)
+    return found | _peers(_vllm_experts, x, dense13, dense2, weights, ids, operations)
 
 
 @functools.cache
@@ -128,6 +138,24 @@ def _torch_experts(x, w13, w2, weights, ids) -> Callable[[], torch.Tensor]:
     return run
 
 
+def _peers(make: Callable[..., dict[str, Provider]], *args) -> dict[str, Provider]:
+    """What `make` returns, or nothing where the installed vLLM does not take these operands, which is said."""
+    try:
+        return make(*args)
+    except Exception as error:  # another version's interface fails in any way; this project's providers need none of it
+        print(f"not timed, {make.__name__.strip('_')}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return {}
+
+
+def _vllm_quantizer(x: torch.Tensor, device: torch.device) -> dict[str, Provider]:
+    if not (_blackwell(device) and _vllm_has("scaled_fp4_quant")):
+        return {}
+    from vllm import _custom_ops as ops
+
+    scale = torch.ones(1, device=device)
+    return {"vllm nvfp4": Provider(lambda: ops.scaled_fp4_quant(x, scale), None, x.numel() * (2 + 0.5 + 1 / 16))}
+
+
 def _vllm_linears(x, w, operations: float, device: torch.device) -> dict[str, Provider]:
     found = {}
     if _vllm_has("cutlass_scaled_mm") and _vllm_has("scaled_fp8_quant"):
@@ -140,7 +168,7 @@ def _vllm_linears(x, w, operations: float, device: torch.device) -> dict[str, Pr
             return ops.cutlass_scaled_mm(x8, w8.t(), scale_x, scale.view(1, -1), x.dtype)
 
         found["vllm fp8 linear"] = Provider(fp8, operations=operations)
-    if _vllm_has("cutlass_scaled_fp4_mm") and _blackwell(device):
+    if _blackwell(device) and _vllm_has("cutlass_scaled_fp4_mm"):
         from vllm import _custom_ops as ops
 
         gx, gw = (2688 / t.abs().amax().float().reshape(1) for t in (x, w))
@@ -176,13 +204,18 @@ def _vllm_experts(x, w13, w2, weights, ids, operations: float) -> dict[str, Prov
     }
 
 
+@functools.cache
 def _vllm_has(name: str) -> bool:
-    """Whether a vLLM with CUDA kernels is installed and has this operator."""
+    """Whether a vLLM is installed that has this function of VLLM_OPERATORS, compiled; said once if not."""
     try:
         from vllm import _custom_ops as ops
-    except ImportError:
+    except ImportError as error:
+        print(f"not timed, vLLM's {name}: {error}", file=sys.stderr, flush=True)
         return False
-    return hasattr(ops, name) and hasattr(torch.ops._C, name)
+    found = hasattr(ops, name) and hasattr(torch.ops._C, VLLM_OPERATORS[name])
+    if not found:
+        print(f"not timed, vLLM's {name}: it has no {VLLM_OPERATORS[name]}", file=sys.stderr, flush=True)
+    return found
 
 
 def _blackwell(device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """The GPU benchmark as far as it can be tried without a GPU: it refuses, it checks, it writes."""
 
 import csv
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,19 +47,24 @@ def test_the_check_passes_on_right_kernels():
     assert "within" in gpu_check.products(device, False, SMALL)
 
 
-@pytest.mark.parametrize("broken", ["quantizers", "products"])
+@pytest.mark.parametrize("broken", ["quantizers", "order", "fake quantization", "products"])
 def test_the_check_fails_on_wrong_kernels(broken, monkeypatch):
     import gpu_check
 
     device = torch.device(support_interpreter.DEVICE)
+    right = gpu_check.activation.quantize
     if broken == "quantizers":
-        right = gpu_check.activation.quantize
-
-        def wrong(x, **options):
-            return right(x * 1.01, **options)
-
-        monkeypatch.setattr(gpu_check.activation, "quantize", wrong)
-        with pytest.raises(gpu_check.CheckFailed, match="differ from torch"):
+        monkeypatch.setattr(gpu_check.activation, "quantize", lambda x, **options: right(x * 1.01, **options))
+        with pytest.raises(gpu_check.CheckFailed, match="kept 0: .* differ from torch"):
+            gpu_check.quantizers(device, SMALL[:1])
+    elif broken == "order":
+        unordered = lambda x, **options: right(x, **{**options, "order": None})  # noqa: E731
+        monkeypatch.setattr(gpu_check.activation, "quantize", unordered)
+        with pytest.raises(gpu_check.CheckFailed, match="kept 5: .* differ from torch"):
+            gpu_check.quantizers(device, SMALL[1:])
+    elif broken == "fake quantization":
+        monkeypatch.setattr(gpu_check.dispatch, "fake_quantize_weight", lambda w, g, backend: w)
+        with pytest.raises(gpu_check.CheckFailed, match="fake-quantized weight differ from torch"):
             gpu_check.quantizers(device, SMALL[:1])
     else:
         right = gpu_check.w4a4_gemm
@@ -111,6 +117,39 @@ def no_gpu_needed(monkeypatch):
     monkeypatch.setattr(gpu_bench.time, "monotonic", lambda: clock[0])
 
 
+def test_operators_of_vllm_are_looked_up_under_the_names_that_it_calls():
+    import gpu_providers
+
+    ops = pytest.importorskip("vllm._custom_ops")
+    for function, operator in gpu_providers.VLLM_OPERATORS.items():
+        assert f"torch.ops._C.{operator}" in inspect.getsource(getattr(ops, function))
+
+
+def test_a_competitor_that_fails_does_not_end_the_run(no_gpu_needed, monkeypatch, capsys):
+    import gpu_bench
+    import gpu_providers
+
+    def refuse(*args):
+        raise TypeError("another version")
+
+    refuse.__name__ = "_vllm_linears"
+    assert gpu_providers._peers(refuse, 1) == {}
+    assert capsys.readouterr().err == "not timed, vllm_linears: TypeError: another version\n"
+
+    def case(name):
+        providers = {name: gpu_providers.Provider(refuse), "torch bf16": gpu_providers.Provider(lambda: None)}
+        return [gpu_bench.Case("linear", "qkv", 16, lambda: providers)]
+
+    def measured(name):
+        facts = gpu_bench.environment(torch.device("cpu"))
+        return [t.provider for t in gpu_bench.measure(torch.device("cpu"), case(name), facts, float("inf"), [])]
+
+    assert measured("vllm fp8 linear") == ["torch bf16"]
+    assert "not timed, vllm fp8 linear (linear qkv, 16 tokens): TypeError: another version" in capsys.readouterr().err
+    with pytest.raises(TypeError, match="another version"):
+        measured("quads linear emulated ratio 0")
+
+
 def test_what_the_time_does_not_reach_is_named(no_gpu_needed, tmp_path, capsys):
     import gpu_bench
 
@@ -147,8 +186,13 @@ def test_goals_compare_with_the_right_lines():
             timing(provider="quads gemm emulated ratio 0", median_us=150.0),
             timing(provider="quads gemm emulated ratio 0.5", median_us=180.0),
             timing(subject="quantizer", shape="K=2048", provider="quads ratio 0", gb_per_s=3300.0),
+            timing(subject="quantizer", shape="K=2048", tokens=16, provider="quads ratio 0", gb_per_s=100.0),
+            timing(
+                subject="quantizer", shape="weight 5120x2048", tokens=0, provider="quads weight qdq", gb_per_s=1000.0
+            ),
         ]
     )
+    assert len(lines) == 5 and "MISSED  quads weight qdq, weight 5120x2048, 0 tokens: 25% of a copy" in lines
     assert "met     quads gemm emulated ratio 0, qkv, 4096 tokens: 0.67 of torch bf16" in lines
     assert "MISSED  quads gemm emulated ratio 0.5, qkv, 4096 tokens: 0.56 of torch bf16" in lines
     assert "MISSED  quads gemm emulated ratio 0.5, qkv, 4096 tokens: +20.0% over ratio 0" in lines

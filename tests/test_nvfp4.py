@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support_tensors import ODD_INPUTS, ODD_SHAPES, SUBNORMAL, assert_same_bits, midpoints, neighbours
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quads_ops import cpu_build, cpu_qdq, nvfp4
 from quads_ops.formats import BLOCK_SIZE, E2M1_VALUES, E4M3_MAX, GLOBAL_SCALE_MIN
@@ -67,6 +68,22 @@ def row_scale(x: torch.Tensor) -> torch.Tensor:
 )
 def test_global_scale(amax, expected):
     assert_same_bits(nvfp4.global_scale_dec(torch.tensor([amax])), torch.tensor([expected]))
+
+
+def test_nothing_is_divided_by_a_plain_number():
+    """CUDA multiplies with the number's reciprocal instead, and a fifth of quotients by 2688 lose their last bit."""
+    divisors = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket == torch.ops.aten.div:
+                divisors.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        x = torch.randn(4, 32)
+        nvfp4.reference_qdq(x, row_scale(x))
+    assert len(divisors) == 3 and all(isinstance(divisor, torch.Tensor) for divisor in divisors)
 
 
 def test_global_scale_is_fp32_and_keeps_the_shape():
