@@ -11,7 +11,8 @@ from support_models import tiny_config
 from support_preflight import ROLLOUT, ROOT, compose_config, overridden, overrides_for, save_inputs
 from transformers import OlmoeConfig
 
-from quads_ops.settings import SettingsError
+from quads_ops.settings import QuadsSettings, SettingsError
+from quads_recipe import preflight_rollout
 from quads_recipe.derive import prepare
 from quads_recipe.hydra_callback import QuadsCallback
 
@@ -106,6 +107,21 @@ def test_wrong_settings_are_one_clear_error(config, case, monkeypatch):
     with pytest.raises(SettingsError) as caught:
         prepare(overridden(config, *overrides))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_experts_that_cuda_graphs_can_not_hold(config):
+    settings = QuadsSettings.from_dict({"arm": "fp8"})
+    on_gpu = overridden(config, "trainer.device=cuda", "actor_rollout_ref.rollout.enforce_eager=false")
+    with pytest.raises(SettingsError, match="enforce_eager = False: quads.rollout.mode=fp8 .* set it to true"):
+        preflight_rollout.check_graphs(on_gpu, settings, experts=True)
+    preflight_rollout.check_graphs(on_gpu, settings, experts=False)
+    preflight_rollout.check_graphs(on_gpu, QuadsSettings.from_dict({"arm": "quads"}), experts=True)
+    eager = overridden(on_gpu, "actor_rollout_ref.rollout.enforce_eager=true")
+    preflight_rollout.check_graphs(eager, settings, experts=True)
+    with pytest.raises(SettingsError, match="enforce_eager"):  # vLLM gets these last
+        off = overridden(eager, "+actor_rollout_ref.rollout.engine_kwargs.vllm.enforce_eager=false")
+        preflight_rollout.check_graphs(off, settings, experts=True)
+    preflight_rollout.check_graphs(overridden(on_gpu, "trainer.device=cpu"), settings, experts=True)
 
 
 MODELS = {

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.forward_context import ForwardContext, override_forward_context  # noqa: E402
+
 from quads_ops import gemm  # noqa: E402
 from quads_ops.settings import ResidualSettings, RolloutSettings  # noqa: E402
 from quads_ops.vllm_method import compensation as compensation_module  # noqa: E402
@@ -71,6 +73,7 @@ def test_reload_in_another_order_keeps_addresses_and_counts(monkeypatch):
     w = torch.randn(40, HIDDEN)
     cpu, gpu = both(monkeypatch, lambda: linear(0.5, "block", w))
     order = gpu.weight["order"].tolist()
+    assert gpu.operand().form.order.tolist() == order
     assert sorted(order) == list(range(HIDDEN // 16)) and gpu.operand().form.kept == 2
     addresses = {name: t.data_ptr() for name, t in gpu.weight._tensors.items()}
     changed = w.clone()
@@ -94,6 +97,73 @@ def experts(ratio, granularity, w13, w2) -> SimpleNamespace:
     reload(pair[0], layer, "w13_weight", w13)
     reload(pair[1], layer, "w2_weight", w2)
     return SimpleNamespace(quads_projections=pair, expert_map=None, local_num_experts=EXPERTS)
+
+
+def forward_of(slots: list[int]):
+    """A forward of vLLM's with these slots of the KV cache: -1 for the padding of a CUDA graph."""
+    mapping = {"model.layers.0.self_attn.attn": torch.tensor(slots)}
+    return override_forward_context(ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping=mapping))
+
+
+PADDED = TOKENS + 5
+SLOTS = [*range(40, 40 + TOKENS), *[-1] * (PADDED - TOKENS)]
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """With rows after it that hold what memory may hold."""
+    left = torch.full((PADDED - TOKENS, x.shape[1]), 3e38)
+    left[0], left[1] = torch.nan, torch.inf
+    return torch.cat((x, left))
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_padding_is_no_token_of_a_linear(granularity, monkeypatch):
+    w, x = torch.randn(40, HIDDEN), torch.randn(TOKENS, HIDDEN)
+    monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
+    plain, made = linear(0.5, granularity, w), linear(0.5, granularity, w)
+    expected = plain.multiply(x)
+    with forward_of(SLOTS):
+        y = made.multiply(padded(x))
+    assert torch.equal(y[:TOKENS], expected) and y[TOKENS:].isfinite().all()
+    assert made.compensation.tokens.tolist() == [TOKENS]
+    assert torch.equal(made.compensation.energy, plain.compensation.energy)
+    made.roll()  # energies that overflow would end the sync
+
+
+def test_padding_is_no_token_of_any_expert(monkeypatch):
+    w13, w2 = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 8, torch.randn(EXPERTS, HIDDEN, INNER) / 7
+    x, weights = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, TOP)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP] for _ in range(TOKENS)]).int()
+    monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
+    plain, layer = (experts(0.5, "block", w13, w2) for _ in range(2))
+    method = moe.QuadsMoEMethod.__new__(moe.QuadsMoEMethod)
+    expected = method.run(plain, x, weights, ids)
+    # Of a row that is NaN the router makes weights that are NaN, and experts that need not exist.
+    more = PADDED - TOKENS
+    weights = torch.cat((weights, torch.full((more, TOP), torch.nan)))
+    ids = torch.cat((ids, torch.full((more, TOP), EXPERTS + 7, dtype=torch.int32)))
+    with forward_of(SLOTS):
+        y = method.run(layer, padded(x), weights, ids)
+    assert torch.equal(y[:TOKENS], expected) and not y[TOKENS:].any()
+    for a, b in zip(plain.quads_projections, layer.quads_projections, strict=True):
+        assert a.compensation.tokens.tolist() == b.compensation.tokens.tolist()
+        torch.testing.assert_close(a.compensation.energy, b.compensation.energy, rtol=1e-6, atol=0)
+
+
+def test_a_warm_up_is_what_is_captured_and_counts_nothing(monkeypatch):
+    """vLLM runs every size once before it captures it; a kernel that is new in the capture could not be loaded."""
+    monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
+    monkeypatch.setattr(compensation_module, "serving_real_tokens", lambda: False)
+    seen = []
+    product = gemm.w4a4_linear
+    monkeypatch.setattr(gemm, "w4a4_linear", lambda *a, stats, **k: seen.append(stats) or product(*a, stats=stats, **k))
+    made = linear(0.5, "block", torch.randn(40, HIDDEN))
+    with forward_of([-1] * TOKENS):
+        made.multiply(torch.randn(TOKENS, HIDDEN))
+    assert seen[0] is made.compensation.statistics
+    assert not made.compensation.energy.any() and not made.compensation.tokens.any()
+    made.multiply(torch.randn(TOKENS, HIDDEN))  # the profiling run, before there is a KV cache
+    assert seen[1] is None
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])

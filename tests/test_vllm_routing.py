@@ -1,4 +1,4 @@
-"""Routing in torch, as the CPU rollout does it."""
+"""Routing in torch, as the CPU rollout does it, and which experts are refused."""
 
 from types import SimpleNamespace
 
@@ -64,3 +64,34 @@ def test_what_is_not_supported(changes, on_cpu, message):
 
 def test_a_gpu_routes_itself():
     check_routing(layer(use_grouped_topk=True), "m.experts", on_cpu=False)
+
+
+def experts_method(mode: str, monkeypatch, graphs: bool):
+    """The method of supported experts, and their layer as vLLM makes it."""
+    pytest.importorskip("vllm")
+    from quads_ops.settings import RolloutSettings
+    from quads_ops.vllm_method import moe
+
+    monkeypatch.setattr(moe, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(moe, "captures_graphs", lambda config: graphs)
+    method = moe.QuadsMoEMethod.__new__(moe.QuadsMoEMethod)
+    method.module, method.rollout = "m.experts", RolloutSettings(mode=mode)
+    method.moe = SimpleNamespace(tp_size=1, is_act_and_mul=True, has_bias=False)
+    return method, layer(activation="silu", swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None)
+
+
+@pytest.mark.parametrize("mode", ["w4a16", "fp8"])
+def test_experts_that_ask_the_host_are_refused_under_cuda_graphs(mode, monkeypatch):
+    method, experts = experts_method(mode, monkeypatch, graphs=True)
+    with pytest.raises(ValueError, match=f"mode {mode} reads on the host .* Set enforce_eager"):
+        method._check(experts, 64, 32)
+    for allowed in ((mode, False), ("w4a4", True)):
+        experts_method(allowed[0], monkeypatch, graphs=allowed[1])[0]._check(experts, 64, 32)
+
+
+def test_a_changed_swiglu_is_refused(monkeypatch):
+    method, experts = experts_method("w4a4", monkeypatch, graphs=False)
+    method._check(experts, 64, 32)
+    experts.swiglu_limit = 7.0
+    with pytest.raises(ValueError, match="m.experts has a SwiGLU with swiglu_limit 7.0"):
+        method._check(experts, 64, 32)

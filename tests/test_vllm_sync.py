@@ -8,6 +8,8 @@ from support_sync import EXTENSION, Trainer
 pytest.importorskip("vllm")
 
 from quads_ops import receipt  # noqa: E402
+from quads_ops.settings import SettingsError  # noqa: E402
+from quads_ops.vllm_method import diagnosis  # noqa: E402
 from quads_ops.vllm_method.reload import WeightUpdateError  # noqa: E402
 from quads_recipe.run_id import ENV, new_run_id  # noqa: E402
 
@@ -32,10 +34,12 @@ def running(tmp_path_factory):
 
 def test_report_of_a_sync(running):
     llm, model, trainer = running
+    support.vllm_logprobs(llm, PROMPTS)  # of random weights: vLLM warms up with requests of its own
     (first,) = trainer.sync(support.checkpoint(model))
     receipt.compare(support.expected_receipts(model), first["receipt"])
     assert first["changed_codes"] is None, "there were only dummy weights before"
     assert first["rac"]["from_prior"] is True and first["rac"]["ratio"] == 0.5
+    assert first["rac"]["energy_covered"] is None
     assert first["path"].startswith("cpu: torch") and 0 < first["seconds"] < 60
 
     support.vllm_logprobs(llm, PROMPTS)
@@ -81,6 +85,10 @@ def test_methods_for_looking_and_trying(running):
     assert llm.collective_rpc("quads_state")[0]["model.layers.0.mlp.experts (w13)"]["residual"] == "all"
     assert support.worst(half, support.vllm_logprobs(llm, PROMPTS)) > 0
     llm.collective_rpc("quads_set_residual", args=(0.5,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnosis, "captures_graphs", lambda config: True)
+        with pytest.raises(SettingsError, match="CUDA graphs keep the ratio .* enforce_eager=True"):
+            llm.collective_rpc("quads_set_residual", args=(1.0,))
 
 
 def test_failures_reach_the_trainer_and_leave_nobody_waiting(running):

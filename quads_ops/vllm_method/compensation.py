@@ -7,7 +7,7 @@ comes from the weights (`prior`): the blocks whose weights have the largest squa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from quads_ops import dispatch
 from quads_ops.formats import BLOCK_SIZE
 from quads_ops.residual import Residual, ResidualMask, TokenMask, select_mask
 from quads_ops.settings import ResidualSettings
-from quads_ops.vllm_method.compat_vllm import serving_real_tokens
+from quads_ops.vllm_method.compat_vllm import RealTokens, real_tokens, serving_real_tokens
 
 
 @dataclass
@@ -65,6 +65,8 @@ class Compensation:
         self._masks: list[ResidualMask] = []
         self.version = 0
         """Grows whenever masks or ratio may have changed."""
+        self.host_mask: torch.Tensor | None = None
+        """The masks on the CPU, bool [masks, entries]: an engine that sleeps has given its device memory back."""
 
     # -- state
 
@@ -83,6 +85,7 @@ class Compensation:
         ):
             self._state[name] = torch.zeros(shape, dtype=dtype, device=device)
         self._masks = [ResidualMask(**{f"{self.settings.granularity}s": row}) for row in self._state["mask"]]
+        self.host_mask = self._state["mask"].to("cpu", copy=True)
 
     def register(self, layer: torch.nn.Module, stem: str) -> None:
         """Make the state non-persistent buffers of `layer`, so that vLLM keeps it over sleep and wake-up."""
@@ -146,8 +149,25 @@ class Compensation:
 
         tokens: how many, or int64 [experts].
         """
-        if not self.frozen or not serving_real_tokens():
-            return None
+        return self._count(tokens) if self.frozen and serving_real_tokens() else None
+
+    def prepare(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, RealTokens | None]:
+        """The input [M, K] of an operator, of one mask: with zeros in rows that are no token and so have no energy.
+
+        Returns x, where its energy is to be added or None, and which rows are tokens or None: not known, or not asked.
+        The same happens in warm-up runs as in those that are captured after them: in a capture no kernel can be loaded.
+        """
+        real = real_tokens(x) if self.frozen else None
+        if real is None:
+            return x, self.collect(len(x)), None
+        return torch.where(real.rows, x, real.zero), self._count(real.count), real
+
+    def collect_routed(self, tokens: Callable[[], torch.Tensor], real: RealTokens | None) -> torch.Tensor | None:
+        """As `collect`, of experts. tokens: gives int64 [experts]. real: what `prepare` said of their input."""
+        counted = self.frozen and (real is not None or serving_real_tokens())
+        return self._count(tokens()) if counted else None
+
+    def _count(self, tokens: int | torch.Tensor) -> torch.Tensor:
         self.tokens += tokens
         return self.statistics
 
@@ -202,6 +222,7 @@ class Compensation:
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
             self.mask[row].copy_(chosen.flags)
+        self.host_mask = self.mask.to("cpu", copy=True)
 
     def forget(self) -> None:
         """Drop all statistics; the masks stay until the next choice, which then comes from the weights."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quads_ops.settings import SettingsError
+from quads_ops.vllm_method.compat_vllm import captures_graphs
 from quads_ops.vllm_method.compensation import Compensation
 from quads_ops.vllm_method.projection import Projection, projections
 from quads_ops.vllm_method.reload import rac_summary, settle
@@ -28,7 +29,7 @@ class QuadsDiagnosis:
         return state
 
     def quads_masks(self) -> list[dict[str, object]]:
-        """The residual compensation in force: an entry for every quantized input, of plain values.
+        """The residual compensation in force, also of an engine that sleeps: an entry for every quantized input.
 
         - `module`, `stem`: which input
         - `residual`: `none`, `all`, `token` (chosen anew for each) or `mask`; `ratio`, `granularity`
@@ -55,8 +56,12 @@ class QuadsDiagnosis:
         """Change the residual ratio of every layer; masks are chosen anew from what is known.
 
         Raises:
-            SettingsError: a ratio outside [0, 1], or a mode that has no residual.
+            SettingsError: a ratio outside [0, 1], a mode that has no residual, or an engine with CUDA graphs.
         """
+        if captures_graphs(self.vllm_config):
+            raise SettingsError(
+                "ratio", ratio, "CUDA graphs keep the ratio that they were captured with; start with enforce_eager=True"
+            )
         compensations = list(self._quads_compensations())
         if not compensations:
             raise SettingsError("ratio", ratio, "this rollout does not quantize activations to NVFP4 (mode w4a4)")
@@ -90,5 +95,5 @@ def mask_entry(projection: Projection) -> dict[str, object]:
         "columns": shard.columns,
         "k": shard.full_shape[1],
         "experts": experts,
-        "mask": compensation.mask.cpu().numpy().tobytes() if residual == "mask" else None,
+        "mask": compensation.host_mask.numpy().tobytes() if residual == "mask" else None,
     }

@@ -12,6 +12,10 @@ class KernelTensors:
     objects are kept here.
     """
 
+    KEPT_ASLEEP: tuple[str, ...] = ()
+    """Those that a reload does not bring anew. The layer gets them as buffers: of an engine that sleeps at level 2, as
+    verl's does, vLLM keeps buffers, and discards parameters."""
+
     def __init__(self):
         self._tensors: dict[str, torch.nn.Parameter] = {}
 
@@ -39,4 +43,7 @@ class KernelTensors:
         vLLM looks for that name: in a checkpoint's experts that belong to other workers, and to ask for the device.
         """
         for index, (name, tensor) in enumerate(self._tensors.items()):
-            layer.register_parameter(f"{stem}_{name}" if index else source, tensor)
+            if name in self.KEPT_ASLEEP:
+                layer.register_buffer(f"{stem}_{name}", tensor.data, persistent=False)
+            else:
+                layer.register_parameter(f"{stem}_{name}" if index else source, tensor)

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
@@ -15,13 +16,15 @@ from quads_ops import gemm
 from quads_ops.moe_reference import gated, local_experts
 from quads_ops.settings import RolloutSettings
 from quads_ops.vllm_method import opaque
-from quads_ops.vllm_method.compat_vllm import initialize_online_processing
+from quads_ops.vllm_method.compat_vllm import captures_graphs, initialize_online_processing
 from quads_ops.vllm_method.linear import _DONE
 from quads_ops.vllm_method.projection import Projection
 from quads_ops.vllm_method.routing import check_routing, route
 from quads_ops.vllm_method.shards import check_k, expert_shards
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+_CHANGED = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+"""Attributes of a vLLM layer whose SwiGLU has limits or factors; None of one that has none."""
 
 
 class QuadsMoEMethod(FusedMoEMethodBase):
@@ -135,6 +138,15 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         check_k(f"{self.module} (gate and up)", hidden_size, 1)
         check_k(f"{self.module} (down)", intermediate, self.moe.tp_size)
         check_routing(layer, self.module, on_cpu=current_platform.is_cpu())
+        self._check_activation(layer)
+        if self.rollout.mode != "w4a4" and captures_graphs(get_current_vllm_config()):
+            raise ValueError(
+                f"quads_nvfp4: mode {self.rollout.mode} reads on the host how many tokens each expert has, which CUDA "
+                "graphs can't hold. Set enforce_eager (in verl: actor_rollout_ref.rollout.enforce_eager=true), or "
+                f"leave {self.module} out with quads.exclude"
+            )
+
+    def _check_activation(self, layer: torch.nn.Module) -> None:
         # The GPU's operator has SwiGLU alone.
         known = _ACTIVATIONS if current_platform.is_cpu() or self.rollout.mode != "w4a4" else {"silu": F.silu}
         if not self.moe.is_act_and_mul or _activation_name(layer) not in known or self.moe.has_bias:
@@ -143,11 +155,20 @@ class QuadsMoEMethod(FusedMoEMethodBase):
                 f"{', and biases' if self.moe.has_bias else ''}; only gated {' or '.join(known)} without biases is "
                 "supported. Leave it out with quads.exclude"
             )
+        changed = [f"{name} {value}" for name in _CHANGED if (value := getattr(layer, name, None)) is not None]
+        if changed:
+            raise ValueError(
+                f"quads_nvfp4: {self.module} has a SwiGLU with {', '.join(changed)}, which is not supported. Leave it "
+                "out with quads.exclude"
+            )
 
 
 def _operator(layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The product of `quads_ops.gemm`; no step waits for the device, so that a CUDA graph can hold it."""
     w13, w2 = layer.quads_projections
+    x, stats13, real = w13.compensation.prepare(x)
+    if real is not None:
+        ids = torch.where(real.rows, ids, -1)
     return gemm.w4a4_moe(
         x,
         w13.operand(),
@@ -155,8 +176,8 @@ def _operator(layer: torch.nn.Module, x: torch.Tensor, weights: torch.Tensor, id
         weights,
         ids,
         expert_map=layer.expert_map,
-        stats13=w13.compensation.collect(x.shape[0]),
-        stats2=w2.compensation.collect(_tokens_of_experts(layer, ids)),
+        stats13=stats13,
+        stats2=w2.compensation.collect_routed(lambda: _tokens_of_experts(layer, ids), real),
     )
 
 

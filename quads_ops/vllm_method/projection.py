@@ -83,6 +83,7 @@ class Projection:
         if not source_amax.streaming():  # an update waits until every worker has loaded everything: `reload.settle`
             self.share()
             self.roll()
+            self.weight.register(layer, self.stem, self.source)  # with the order that it now may have
 
     def share(self) -> None:
         """After loading, what the masks need of other workers' weights. A collective."""
@@ -101,7 +102,8 @@ class Projection:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[M, K] -> [M, N] in the dtype of x, bias added in FP32, rounded once."""
         if self.operators:
-            return gemm.w4a4_linear(x, self.operand(), bias=bias, stats=self.compensation.collect(x.shape[0]))
+            x, stats, _ = self.compensation.prepare(x)
+            return gemm.w4a4_linear(x, self.operand(), bias=bias, stats=stats)
         bias = None if bias is None else bias.float()
         return F.linear(self.activation.one(x), self.dense(), bias).to(x.dtype)
 

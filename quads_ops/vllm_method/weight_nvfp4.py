@@ -24,11 +24,15 @@ class Nvfp4Weight(KernelTensors):
         shards: the matrices that lie in it, of this worker.
     """
 
+    KEPT_ASLEEP = ("order",)
+
     def __init__(self, shards: Sequence[Shard]):
         super().__init__()
         self.shards = tuple(shards)
         self.changed: dict[str, tuple[int, int]] = {}
-        """Matrix -> (codes that the last load changed, codes in all), of this worker's counted shards."""
+        """Matrix -> (codes that the last load changed, codes in all), of this worker's counted shards. Empty where the
+        codes before are not known: at the first load, and after a sleep that discarded them."""
+        self._written = 0
 
     @staticmethod
     def observe(matrix: torch.Tensor) -> torch.Tensor:
@@ -63,12 +67,14 @@ class Nvfp4Weight(KernelTensors):
             bad = sorted({s.name for s in self.shards if not bool(g[... if s.expert is None else s.expert].isfinite())})
             raise ValueError(f"quads_nvfp4: weights hold NaN or Inf: {', '.join(bad[:8])}")
         new = _quantize(w, g)
-        self.changed = self._count_changed(new.packed) if "packed" in self else {}
+        intact = "packed" in self and _sum_of_codes(self["packed"]) == self._written
+        self.changed = self._count_changed(new.packed) if intact else {}
         self._store_ordered(reorder_weight(new, self["order"]) if "order" in self else new)
 
     def _store_ordered(self, weight: PackedWeight) -> None:
         for name, tensor in weight._asdict().items():
             self.store(name, tensor)
+        self._written = _sum_of_codes(self["packed"])
 
     def dequantized(self) -> torch.Tensor:
         """FP32 [.., N, K], exact."""
@@ -122,6 +128,11 @@ def _quantize(w: torch.Tensor, g: torch.Tensor) -> PackedWeight:
     step = max(1, _CHUNK_ELEMENTS // w[0].numel())
     chunks = [dispatch.quantize_weight(w[e : e + step], g[e : e + step]) for e in range(0, w.shape[0], step)]
     return PackedWeight(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+
+def _sum_of_codes(packed: torch.Tensor) -> int:
+    """Of the blocks' 8 bytes as integers, modulo 2^64: tells codes from what memory holds that was given back."""
+    return int(packed.view(torch.int64).sum())
 
 
 def _stacks(shards: Sequence[Shard]) -> list[list[Shard]]:

@@ -176,6 +176,14 @@ def check(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list
     return _describe(model, targets, planned)
 
 
+def quantizes_experts(settings: QuadsSettings, model: nn.Module) -> bool:
+    """Whether any fused experts are among what is quantized. Of a plan that `check` has passed."""
+    if not quantizes(settings):
+        return False
+    planned = plan_parameters(model, Targets(settings.targets, settings.exclude))
+    return any(parameter.projections for parameter in planned.values())
+
+
 def _describe(model: nn.Module, targets: Targets, planned: dict[str, PlannedParameter]) -> list[str]:
     modules = quantizable_modules(model)
     plan = targets.plan(modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from quads_ops.settings import SettingsError
+from quads_ops.settings import QuadsSettings, SettingsError
 from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, devices, expect, is_number, select
 
 # Ways to fill a model that is synced before its first use. The rest of vLLM's want files that verl does not write.
@@ -120,6 +120,23 @@ def check_positions(config: DictConfig, positions: int | None) -> None:
     if positions is not None and is_number(value) and value > positions:
         raise SettingsError(
             name, value, f"is more than the model's max_position_embeddings, {positions}; lower it, or leave it out"
+        )
+
+
+def check_graphs(config: DictConfig, settings: QuadsSettings, experts: bool) -> None:
+    """experts: whether the rollout quantizes any.
+
+    Raises:
+        SettingsError: a mode whose experts can't run in vLLM's CUDA graphs, with these graphs.
+    """
+    mode, name = settings.rollout.mode, ROLLOUT + "enforce_eager"
+    eager = select(config, ROLLOUT + "engine_kwargs.vllm.enforce_eager", select(config, name))
+    if config.trainer.device != "cpu" and experts and mode in ("fp8", "w4a16") and not eager:
+        raise SettingsError(
+            name,
+            False,
+            f"quads.rollout.mode={mode} reads on the host how many tokens each expert has, which CUDA graphs can't "
+            "hold; set it to true",
         )
 
 

@@ -64,7 +64,7 @@ class RolloutEngine:
             skip_tokenizer_init=True,
             dtype=self.options.dtype,
             max_model_len=self.options.max_model_len,
-            enforce_eager=current_platform.is_cpu(),
+            enforce_eager=True,  # CUDA graphs would keep the ratio that they were captured with (`set_ratio`)
             # Where a prompt is cut in two, vLLM takes back the draw after its first part, and can't on a CPU if the
             # request has a seed (0.28: "CPU Generator does not use offset"). So there no prompt is cut.
             enable_chunked_prefill=False if current_platform.is_cpu() else None,
