@@ -122,17 +122,21 @@ def test_an_unknown_joined_layer_can_be_excluded_by_its_own_name():
         ({"speculative_config": object()}, "speculative"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8_e4m3")}, "kv_cache_dtype=fp8_e4m3"),
         ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"enable_expert_parallel": True, "data_parallel_size": 2}, "expert parallelism over data parallel"),
+        ({"data_parallel_size": 2}, "experts over data parallel engines"),
+        ({"enable_expert_parallel": True, "data_parallel_size": 2}, "experts over data parallel engines"),
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
     ],
 )
 def test_engine_options_that_are_refused(changes, message):
-    parallel = dict(pipeline_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False, enable_eplb=False)
+    sizes = ("pipeline", "data", "decode_context", "prefill_context")
+    parallel = {f"{name}_parallel_size": 1 for name in sizes} | dict(enable_expert_parallel=False, enable_eplb=False)
     parallel.update({key: value for key, value in changes.items() if key in parallel})
     engine = SimpleNamespace(
         lora_config=changes.get("lora_config"),
         speculative_config=changes.get("speculative_config"),
         cache_config=changes.get("cache_config", SimpleNamespace(cache_dtype="auto")),
         parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(is_moe=True),
     )
     with pytest.raises(ValueError, match=message):
         config_module._check_engine(engine)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm")
 
-from quads_ops.vllm_method import checkpoint_map, first_load, names  # noqa: E402
+from quads_ops.vllm_method import checkpoint_map, compat_vllm, first_load, names  # noqa: E402
 from quads_ops.vllm_method.checkpoint_map import Wanted  # noqa: E402
 from quads_ops.vllm_method.first_load import CheckedStream  # noqa: E402
 
@@ -237,3 +237,17 @@ def test_experts_of_another_worker_need_not_come():
 def test_ignorable_names():
     assert checkpoint_map.ignorable("lm_head.weight", tied=True)
     assert not checkpoint_map.ignorable("lm_head.weight", tied=False)
+
+
+def test_a_bias_that_router_and_experts_share_is_wanted_once(folders, load):
+    """Of models like GLM 4 MoE, vLLM makes the router's e_score_correction_bias a parameter of the experts too."""
+    model = load(folders("qwen2_moe"), "w4a16")
+    gate = model.model.layers[0].mlp.gate
+    experts = next(m for m in model.modules() if isinstance(m, checkpoint_map.RoutedExperts))
+    gate.e_score_correction_bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    experts.e_score_correction_bias = gate.e_score_correction_bias
+    compat_vllm.initialize_layerwise_reload(model)
+    wanted = checkpoint_map.wanted_weights(model, names.table_for("qwen2_moe"))
+    compat_vllm.abort_layerwise_reload(model)
+    biases = [name for name in wanted if "e_score" in name]
+    assert biases == ["model.layers.0.mlp.gate.e_score_correction_bias"]

@@ -50,10 +50,14 @@ def wanted_weights(model: torch.nn.Module, table: names.NameTable) -> dict[str, 
     """All of them: canonical name with `.weight` or `.bias` -> what is expected."""
     tied = has_tied_head(model)
     wanted: dict[str, Wanted] = {}
+    others = [module for module in model.modules() if not isinstance(module, RoutedExperts)]
+    elsewhere = {id(tensor) for module in others for tensor in module.parameters(recurse=False)}
     for path, module in model.named_modules():
         if tied and path == _HEAD:
             continue
         for parameter, tensor in module.named_parameters(recurse=False):
+            if isinstance(module, RoutedExperts) and id(tensor) in elsewhere:
+                continue  # the router's e_score_correction_bias, which vLLM makes a parameter of the experts too
             whose = dict(
                 dtype=tensor.dtype,
                 parameter=f"{path}.{parameter}",

@@ -181,8 +181,10 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         f"kv_cache_dtype={vllm_config.cache_config.cache_dtype}": str(vllm_config.cache_config.cache_dtype) != "auto"
         and "fp8" in str(vllm_config.cache_config.cache_dtype),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "expert parallelism over data parallel engines": parallel.enable_expert_parallel
-        and parallel.data_parallel_size > 1,
+        # vLLM cuts experts over all of them, expert parallel or not.
+        "experts over data parallel engines (data_parallel_size)": parallel.data_parallel_size > 1
+        and vllm_config.model_config.is_moe,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "expert load balancing (enable_eplb)": parallel.enable_eplb,
     }
     found = [what for what, present in refused.items() if present]

@@ -68,9 +68,17 @@ class WeightUpdate:
         self._stack.enter_context(fresh_cpu_moe_kernels(self.model))
         self._loads = {p: p.loads for p in projections(self.model)}
         self._owner = {shard.name: p for p in self._loads for shard in p.shards}
+        if self.vllm_config.load_config.load_format == "dummy" and not getattr(self.model, "_quads_updated", False):
+            self._forget_statistics()
         first_load.leave_unchecked(self.model)
         compat_vllm.initialize_layerwise_reload(self.model)
         self._wanted = checkpoint_map.wanted_weights(self.model, self.table)
+
+    def _forget_statistics(self) -> None:
+        """Of random weights: vLLM warms up with requests of its own."""
+        for projection in self._loads:
+            if projection.compensation is not None:
+                projection.compensation.forget()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take one bucket; its tensors may be overwritten afterwards.
@@ -103,6 +111,7 @@ class WeightUpdate:
                     "vLLM's reload does not do what this version was tried with"
                 )
         self._stack.close()
+        self.model._quads_updated = True
         _allow_running(self.model)
         loaded = Loaded()
         for projection in self._loads:
@@ -200,10 +209,11 @@ def _refuse_running(model: torch.nn.Module, reason: str) -> None:
     def refuse(*_):
         raise RuntimeError(f"the last weight update failed and left old and new weights mixed: {reason}")
 
-    model._quads_refusal = model.register_forward_pre_hook(refuse)
+    # A CUDA graph of a whole forward is replayed without calling the model; logits are computed outside of it.
+    entrances = [model, *(m for m in model.modules() if isinstance(m, compat_vllm.LogitsProcessor))]
+    model._quads_refusal = [module.register_forward_pre_hook(refuse) for module in entrances]
 
 
 def _allow_running(model: torch.nn.Module) -> None:
-    handle = model.__dict__.pop("_quads_refusal", None)
-    if handle is not None:
+    for handle in model.__dict__.pop("_quads_refusal", ()):
         handle.remove()

@@ -32,9 +32,9 @@ class Fp8Weight(KernelTensors):
         amax = self._channel_amax(w)
         if not bool(amax.isfinite().all()):
             raise ValueError(f"quads_nvfp4: weights hold NaN or Inf in {self.shards[0].name} or a matrix joined to it")
-        codes, scales = fp8_quantize(w, amax)
-        self.store("codes", codes)
-        self.store("scales", scales)
+        stack = [fp8_quantize(*one) for one in zip(w, amax, strict=True)] if w.dim() == 3 else [fp8_quantize(w, amax)]
+        for name, parts in zip(("codes", "scales"), zip(*stack, strict=True), strict=True):
+            self.store(name, torch.stack(parts) if w.dim() == 3 else parts[0])
 
     def dequantized(self) -> torch.Tensor:
         """FP32 [.., N, K]."""
