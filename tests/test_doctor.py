@@ -198,3 +198,13 @@ def test_policy_without_weights_is_missing(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(paths, "policy_dir", lambda _: tmp_path)
     assert statuses(doctor.shipped_files)["policy natural"] == doctor.MISSING
+
+
+def test_flash_attention_is_looked_for_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert list(doctor.attention()) == []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for version, status in ((None, doctor.NOTE), ("2.8.3", doctor.OK)):
+        monkeypatch.setattr(doctor.compat, "installed_version", lambda name, version=version: version)
+        [check] = doctor.attention()
+        assert check.status == status and ("attn_implementation=sdpa" in check.remedy) == (version is None)
