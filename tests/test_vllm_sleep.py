@@ -41,7 +41,7 @@ def states(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("operators", [True, False], ids=["of a GPU", "of a CPU"])
 def test_a_sync_after_a_sleep_leaves_what_one_without_leaves(tmp_path, monkeypatch, operators):
-    """Masks and the order of K that they give survive, weights are new, and nothing is compared with lost codes."""
+    """Masks and the order of K that they give survive, weights are new, and no lost codes are compared."""
     monkeypatch.setattr(projection_module, "uses_operators", lambda device, mode: operators and mode == "w4a4")
     source = support.make_model(tmp_path, "qwen2_moe", num_hidden_layers=1)
     with support.model_loader() as load:
@@ -61,7 +61,8 @@ def test_a_sync_after_a_sleep_leaves_what_one_without_leaves(tmp_path, monkeypat
         assert [mask_entry(p) for p in projections(model)] == masks, "asked for while the engine sleeps"
         wake_up(model, saved)
         (slept, report), (awake, same) = update(model, config, source), update(twin, config, source)
-        assert slept.receipts == awake.receipts and slept.changed == {} and awake.changed
+        assert slept.receipts == awake.receipts
+        assert slept.changed == awake.changed != {}, "matrices this small are sampled whole"
         assert rac_summary(model, report) == rac_summary(twin, same) and report.moved > 0
         after, expected = states(model), states(twin)
         assert [name for name in expected if not torch.equal(after[name], expected[name])] == []

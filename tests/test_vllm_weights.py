@@ -69,6 +69,33 @@ def test_reload_keeps_addresses_and_counts_changed_codes():
     assert addresses(weight) == before
 
 
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_changed_codes_are_estimated_where_the_codes_before_were_discarded(experts):
+    """As by a sleep at level 2. An eighth of the blocks of gate change, along columns; nothing of up does."""
+    n, k = 256, 512  # 32 times the sample
+    shards = [
+        Shard(f"{name}{e}", slice(a, a + n), None if experts is None else e, 0, 0, k, (n, k))
+        for e in range(experts or 1)
+        for name, a in (("gate", 0), ("up", n))
+    ]
+    w = torch.randn(experts or 1, 2 * n, k).squeeze(0) if experts is None else torch.randn(experts, 2 * n, k)
+    changed = w.clone()
+    changed[..., :n, : k // 8] *= -1
+    exact, weight = Nvfp4Weight(shards), Nvfp4Weight(shards)
+    for one in (exact, weight):
+        one.load(w)
+    weight["packed"].random_(0, 255)
+    for one in (exact, weight):
+        one.load(changed)
+    assert weight.changed.keys() == exact.changed.keys() == {shard.name for shard in shards}
+    for name, (count, size) in exact.changed.items():
+        estimate, same_size = weight.changed[name]
+        assert same_size == size == n * k
+        standard_error = (count / size * (1 - count / size) / 4096) ** 0.5
+        assert abs(estimate - count) / size <= 4 * standard_error
+    assert all(torch.equal(a, b) for a, b in zip(weight.packed, exact.packed, strict=True))
+
+
 def test_amax_of_the_stream_is_that_of_whole_matrices():
     w = torch.randn(2 * N, K)
     weight = Nvfp4Weight(pair())

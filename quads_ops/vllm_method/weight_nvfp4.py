@@ -15,6 +15,7 @@ from quads_ops.vllm_method.shards import Shard
 from quads_ops.weights import PackedWeight, weight_amax
 
 _CHUNK_ELEMENTS = 1 << 24  # bounds the FP32 temporaries while quantizing a stack of experts
+_SAMPLE_BYTES = 2048  # per matrix; 36 MiB for the 18432 of Qwen3-30B-A3B's experts
 
 
 class Nvfp4Weight(KernelTensors):
@@ -30,9 +31,11 @@ class Nvfp4Weight(KernelTensors):
         super().__init__()
         self.shards = tuple(shards)
         self.changed: dict[str, tuple[int, int]] = {}
-        """Matrix -> (codes that the last load changed, codes in all), of this worker's counted shards. Empty where the
-        codes before are not known: at the first load, and after a sleep that discarded them."""
+        """Matrix -> (codes that the last load changed, codes in all), of this worker's counted shards. Estimated from a
+        sample where a sleep discarded the codes before; empty at the first load."""
         self._written = 0
+        self._sample: list[torch.Tensor] | None = None
+        """Some of the codes, on the host, for what is left to compare with after a sleep."""
 
     @staticmethod
     def observe(matrix: torch.Tensor) -> torch.Tensor:
@@ -67,8 +70,13 @@ class Nvfp4Weight(KernelTensors):
             bad = sorted({s.name for s in self.shards if not bool(g[... if s.expert is None else s.expert].isfinite())})
             raise ValueError(f"quads_nvfp4: weights hold NaN or Inf: {', '.join(bad[:8])}")
         new = _quantize(w, g)
-        intact = "packed" in self and _sum_of_codes(self["packed"]) == self._written
-        self.changed = self._count_changed(new.packed) if intact else {}
+        parts = self._parts(new.packed)
+        sample = [_sample(part) for part in parts]
+        if "packed" in self and _sum_of_codes(self["packed"]) == self._written:
+            self.changed = self._count_changed(self._parts(self.packed.packed), parts)
+        else:
+            self.changed = {} if self._sample is None else self._count_changed(self._sample, sample)
+        self._sample = sample
         self._store_ordered(reorder_weight(new, self["order"]) if "order" in self else new)
 
     def _store_ordered(self, weight: PackedWeight) -> None:
@@ -111,14 +119,19 @@ class Nvfp4Weight(KernelTensors):
         amaxes = [torch.stack(groups[expert]).amax() for expert in sorted(groups, key=lambda e: -1 if e is None else e)]
         return (amaxes[0] if w.dim() == 2 else torch.stack(amaxes)).to(w.device)
 
-    def _count_changed(self, packed: torch.Tensor) -> dict[str, tuple[int, int]]:
-        differs = self.packed.packed ^ packed
+    def _parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """The codes of each stack of shards, two a byte: uint8 [n] or [E, n]."""
+        return [packed[..., stack[0].rows, :].flatten(-2) for stack in _stacks(self.shards)]
+
+    def _count_changed(self, before: list[torch.Tensor], now: list[torch.Tensor]) -> dict[str, tuple[int, int]]:
+        """before, now: of each stack of shards all codes, or the same sample of them: uint8 [n] or [E, n]."""
         counts: dict[str, tuple[int, int]] = {}
-        for stack in _stacks(self.shards):
-            part = differs[..., stack[0].rows, :]
-            changed = (((part & 0xF) != 0).sum((-2, -1)) + ((part >> 4) != 0).sum((-2, -1))).flatten().tolist()
-            size = 2 * part.shape[-2] * part.shape[-1]
-            counts |= {s.name: (n, size) for s, n in zip(stack, changed, strict=True) if s.counted}
+        for stack, old, new in zip(_stacks(self.shards), before, now, strict=True):
+            differs = old ^ new
+            changed = (((differs & 0xF) != 0).sum(-1) + ((differs >> 4) != 0).sum(-1)).flatten().tolist()
+            size = (stack[0].rows.stop - stack[0].rows.start) * 2 * self["packed"].shape[-1]
+            share = size / (2 * differs.shape[-1])
+            counts |= {s.name: (round(n * share), size) for s, n in zip(stack, changed, strict=True) if s.counted}
         return counts
 
 
@@ -133,6 +146,16 @@ def _quantize(w: torch.Tensor, g: torch.Tensor) -> PackedWeight:
 def _sum_of_codes(packed: torch.Tensor) -> int:
     """Of the blocks' 8 bytes as integers, modulo 2^64: tells codes from what memory holds that was given back."""
     return int(packed.view(torch.int64).sum())
+
+
+def _sample(codes: torch.Tensor) -> torch.Tensor:
+    """At most _SAMPLE_BYTES of each row, always the same and spread evenly, on the host: uint8 [n] or [E, n]."""
+    size = codes.shape[-1]
+    if size > _SAMPLE_BYTES:
+        steps = torch.arange(1, _SAMPLE_BYTES + 1, dtype=torch.float64)
+        # Multiples of the golden ratio, which no period of rows or columns meets.
+        codes = codes[..., (steps * ((5**0.5 - 1) / 2) % 1 * size).long().to(codes.device)]
+    return codes.to("cpu", copy=True)
 
 
 def _stacks(shards: Sequence[Shard]) -> list[list[Shard]]:

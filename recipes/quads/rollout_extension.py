@@ -46,9 +46,9 @@ class QuadsWorkerExtension(QuadsDiagnosis, vLLMColocateWorkerExtension):
         Returns the same on every worker of a tensor parallel group:
 
         - `receipt`: matrix -> (digest of codes, digest of block scales, bits of global_scale_dec), of whole matrices
-        - `changed_codes`: share of the NVFP4 codes that changed since the last sync; None if nothing was quantized,
-          there were no real weights before, or the engine slept since at level 2, which discards them.
-          `changed_codes_by_matrix`: matrix -> (changed, all)
+        - `changed_codes`: share of the NVFP4 codes that changed since the last sync; None if nothing was quantized or
+          there were no real weights before. `changed_codes_by_matrix`: matrix -> (changed, all). Both are estimates
+          where the engine slept since at level 2, which discards the codes
         - `rac`: ratio, energy_covered (share of the residual's energy that the masks of the period just ended covered),
           mask_moved (share of mask entries that changed) and from_prior, or None without activation quantization
         - `seconds`: of this call; `path`: the implementation that multiplies
