@@ -196,6 +196,25 @@ def test_types_are_those_of_verls_defaults():
     assert len(defaults) > 300 and not any(isinstance(value, str) for value in defaults.values())
 
 
+def test_every_arm_of_the_study_on_gpus_has_a_rollout_that_can_run(tmp_path):
+    """Only the first one is checked before the study starts; a later one would end it after days."""
+    from support_study import make_plan
+
+    from quads_recipe import preflight_rollout
+    from quads_recipe.study import command
+    from quads_recipe.study.presets import PRESETS
+
+    preset = PRESETS["gpu"]
+    files = command.Files(tmp_path, tmp_path, tmp_path)
+    eager = {}
+    for arm in preset.arms:
+        plan = make_plan(config=preset.config, overrides=preset.overrides)
+        config = command.compose(plan, arm, 0, files, tmp_path)
+        preflight_rollout.check_graphs(config, QuadsSettings.from_dict({"arm": arm}), experts=True)
+        eager[arm] = config.actor_rollout_ref.rollout.enforce_eager
+    assert {arm for arm, value in eager.items() if value} == {"fp8"}
+
+
 @pytest.mark.parametrize("name", ["quick", "paper-mini", "gpu"])
 def test_the_prepared_studies_pass(tmp_path, monkeypatch, name):
     """`quick` with every stress setting in turn, too."""

@@ -10,6 +10,9 @@ from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, devices, expect
 # Ways to fill a model that is synced before its first use. The rest of vLLM's want files that verl does not write.
 _LOAD_FORMATS = (None, "auto", "dummy", "hf", "safetensors", "fastsafetensors", "runai_streamer", "pt")
 
+EAGER_MODES = ("fp8", "w4a16")
+"""Modes of the rollout whose experts don't run in CUDA graphs."""
+
 # Options of vLLM that may not be given by themselves: quads or verl sets them, or the rollout can't serve them.
 _ENGINE_KWARGS = {
     "worker_extension_cls": "quads brings its own, which takes the weights; remove it",
@@ -131,7 +134,7 @@ def check_graphs(config: DictConfig, settings: QuadsSettings, experts: bool) -> 
     """
     mode, name = settings.rollout.mode, ROLLOUT + "enforce_eager"
     eager = select(config, ROLLOUT + "engine_kwargs.vllm.enforce_eager", select(config, name))
-    if config.trainer.device != "cpu" and experts and mode in ("fp8", "w4a16") and not eager:
+    if config.trainer.device != "cpu" and experts and mode in EAGER_MODES and not eager:
         raise SettingsError(
             name,
             False,

@@ -6,7 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from quads_ops.settings import QuadsSettings
 from quads_recipe.paths import configs_dir, hydra_value
+from quads_recipe.preflight_rollout import EAGER_MODES
 from quads_recipe.study.plan import Plan, StudyError
 
 DEMO_CONFIG = "quads_demo"
@@ -43,6 +45,8 @@ def overrides(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> l
     }
     contents = "[model,optimizer,extra,hf_model]" if plan.save_every else "[hf_model]"
     settings["actor_rollout_ref.actor.checkpoint.save_contents"] = contents
+    if plan.config != DEMO_CONFIG and QuadsSettings.from_dict({"arm": arm}).rollout.mode in EAGER_MODES:
+        settings["actor_rollout_ref.rollout.enforce_eager"] = "true"
     if plan.config == DEMO_CONFIG and not plan.data:
         settings["reward.custom_reward_function.path"] = "pkg://quads_recipe.reward"
     return [f"{key}={value}" for key, value in settings.items()] + list(plan.overrides)
