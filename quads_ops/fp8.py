@@ -22,7 +22,9 @@ def fp8_quantize(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, tor
 
     x: [..., K], any float dtype. amax: x.shape[:-1], not negative, from `row_amax` of x or of what x is a part of.
     """
-    scale = torch.where(amax == 0, 1.0, amax.float() / E4M3_MAX)
+    amax = amax.float()
+    # By a tensor: see nvfp4.global_scale_dec.
+    scale = torch.where(amax == 0, 1.0, amax / amax.new_full((), E4M3_MAX))
     scaled = x.float() / scale.unsqueeze(-1)
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 

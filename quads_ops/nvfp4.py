@@ -17,7 +17,6 @@ from quads_ops import cpu_qdq
 from quads_ops.formats import (
     BLOCK_SIZE,
     E2M1_SIGN,
-    E2M1_VALUES,
     E4M3_MAX,
     E4M3_NAN,
     GLOBAL_SCALE_DIVISOR,
@@ -98,9 +97,15 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Value of each 4-bit code, FP32, same shape. Code 8 is -0.0."""
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
-    return torch.cat((values, -values))[codes.int()]
+    """Value of each 4-bit code, FP32, same shape. Code 8 is -0.0.
+
+    By arithmetic: a table would have to be copied to the device, which ends the capture of a CUDA graph.
+    """
+    bits = codes.int()
+    mantissa, exponent = bits & 1, (bits >> 1) & 3
+    halves = torch.where(exponent == 0, mantissa, (mantissa + 2) << (exponent - 1).clamp(min=0))
+    magnitude = halves * 0.5
+    return torch.where(bits >= 8, -magnitude, magnitude)
 
 
 def decode_e4m3(block_scales: torch.Tensor) -> torch.Tensor:
