@@ -75,7 +75,7 @@ def quantize_row_tile(
     return kept_total, rest_total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_rows_kernel(
     x_ptr,  # [M, K], or [M, 2K] with SWIGLU; float, any strides
     order_ptr,  # [E, K/16] int32, or None
@@ -140,7 +140,7 @@ def quantize_rows_kernel(
             add_statistics(line_ptr, rest_total, rest_source, rest_ok, STATS_CHANNELS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def row_scale_kernel(
     x_ptr,  # [M, K], or [M, 2K] with SWIGLU
     g_ptr,  # [M] fp32, written
@@ -198,7 +198,7 @@ def quantize_part(
         add_statistics(stats_ptr + line * (K if STATS_CHANNELS else width), total, source, block_ok, STATS_CHANNELS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_parts_kernel(
     x_ptr, order_ptr, keep_ptr, offsets_ptr, members_ptr, g_ptr, values_ptr, packed_ptr, scales_ptr,
     residual_packed_ptr, residual_scales_ptr, stats_ptr, M, K, kept, stride_m, stride_k,

@@ -47,7 +47,7 @@ def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
 
 # tokens, weights, k, warps, stages. Widest first: a wide tile dequantizes its tokens for more weights.
 DECODE = {
-    "emulated_mma": _few((16, 128, 128, 4, 3), (32, 128, 64, 8, 3), (64, 128, 64, 8, 3)),
+    "emulated_mma": _few((16, 128, 128, 4, 3), (32, 128, 128, 8, 3), (64, 128, 64, 8, 3)),
     "emulated": _few(
         (16, 256, 128, 8, 4), (16, 128, 128, 4, 4), (32, 256, 64, 8, 4), (32, 128, 128, 8, 4),
         (64, 256, 64, 8, 3), (64, 128, 128, 8, 3),

@@ -40,7 +40,7 @@ def local_experts(ids_ptr, map_ptr, pair, P, GLOBAL, E):
     return tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def count_kernel(ids_ptr, map_ptr, counts_ptr, P, GLOBAL, E, CHUNK: tl.constexpr, EP: tl.constexpr):
     """counts[chunk, e]: pairs of expert e in a chunk. Grid (chunks,)."""
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -49,7 +49,7 @@ def count_kernel(ids_ptr, map_ptr, counts_ptr, P, GLOBAL, E, CHUNK: tl.constexpr
     tl.store(counts_ptr + tl.program_id(0) * EP + tl.arange(0, EP), tl.sum(hit, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["CHUNKS"])
 def sum_chunks_kernel(counts_ptr, totals_ptr, CHUNKS, EP: tl.constexpr, EB: tl.constexpr, CB: tl.constexpr):
     """counts becomes the count in all earlier chunks, totals[e] the count in all. Grid (EP / EB,)."""
     expert = tl.program_id(0) * EB + tl.arange(0, EB)
@@ -64,7 +64,7 @@ def sum_chunks_kernel(counts_ptr, totals_ptr, CHUNKS, EP: tl.constexpr, EB: tl.c
     tl.store(totals_ptr + expert, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "BLOCKS"])
 def place_kernel(
     ids_ptr,
     map_ptr,

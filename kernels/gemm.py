@@ -20,6 +20,7 @@ from quads_kernels.gemm_launch import (
     check_rows,
     check_weight,
     gpu_name,
+    kept_units,
     processors,
     run,
 )
@@ -30,7 +31,7 @@ GROUP = 8
 """Tiles of tokens that run side by side through the columns, so that they share weights in the L2 cache."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_units", "M"])
 def w4a4_gemm_kernel(
     x_ptr,
     xs_ptr,
@@ -42,10 +43,11 @@ def w4a4_gemm_kernel(
     gw_ptr,
     bias_ptr,
     out_ptr,
-    kept,
+    kept_units,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
+    KEPT_UNIT: tl.constexpr,
     GW_PER_ROW: tl.constexpr,
     SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -53,9 +55,11 @@ def w4a4_gemm_kernel(
     TN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    WARPS: tl.constexpr,
     HW: tl.constexpr,
 ):
-    """One [TM, TN] tile of the output. Grid: (tiles,). Shapes as in `w4a4_gemm`; kept: blocks of the residual."""
+    """One [TM, TN] tile of the output. Grid: (tiles,). Shapes as in `w4a4_gemm`; kept_units * KEPT_UNIT: blocks of the
+    residual."""
     tiles_n = tl.cdiv(N, TN)
     program = tl.program_id(0)
     first = program // (GROUP * tiles_n) * GROUP
@@ -67,8 +71,9 @@ def w4a4_gemm_kernel(
     rows = m.to(tl.int64)
     acc = tl.zeros((TM, TN), tl.float32)
     acc = accumulate(
-        acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept,
-        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, r_ptr is not None, SUM_RESIDUAL, NATIVE, False, TM, TN, BK, HW,
+        acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept_units,
+        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, KEPT_UNIT, r_ptr is not None, SUM_RESIDUAL, NATIVE, False,
+        TM, TN, BK, WARPS, HW,
     )  # fmt: skip
     g = tl.load(g_ptr + m, mask=m_ok, other=0.0)
     out = scaled(acc, g, gw_ptr, n, n_ok, GW_PER_ROW, NATIVE)
@@ -121,6 +126,7 @@ def w4a4_gemm(
 
 def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, **form: bool) -> None:
     m, n = out.shape
+    units, unit = kept_units(kept)
     run(
         w4a4_gemm_kernel,
         (triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.weights),),
@@ -128,10 +134,10 @@ def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor,
         form["NATIVE"],
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec, bias, out,
-        kept, m,
-        N=n, K=2 * rows.packed.shape[1], GW_PER_ROW=weight.global_scale_dec.numel() > 1,
+        units, m,
+        N=n, K=2 * rows.packed.shape[1], KEPT_UNIT=unit, GW_PER_ROW=weight.global_scale_dec.numel() > 1,
         **form, TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

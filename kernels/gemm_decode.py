@@ -13,14 +13,14 @@ import triton.language as tl
 from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm_epilogue import biased, scaled
-from quads_kernels.gemm_launch import processors, run
+from quads_kernels.gemm_launch import kept_units, processors, run
 from quads_kernels.gemm_loop import accumulate
 from quads_kernels.rounding import cast
 
 REDUCE_COLUMNS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_units", "M"])
 def w4a4_decode_kernel(
     x_ptr,
     xs_ptr,
@@ -32,17 +32,19 @@ def w4a4_decode_kernel(
     gw_ptr,
     bias_ptr,
     out_ptr,
-    kept,
+    kept_units,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
     K_SHARE: tl.constexpr,
+    KEPT_UNIT: tl.constexpr,
     GW_PER_ROW: tl.constexpr,
     SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
     BK: tl.constexpr,
+    WARPS: tl.constexpr,
     HW: tl.constexpr,
 ):
     """One tile of the output, or of one of its partial sums. Grid: (tiles of N, tiles of M, shares of K).
@@ -58,9 +60,9 @@ def w4a4_decode_kernel(
     rows = m.to(tl.int64)
     acc = tl.zeros((TN, TM), tl.float32)
     acc = accumulate(
-        acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept, w_ptr, ws_ptr, n.to(tl.int64), n_ok,
+        acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept_units, w_ptr, ws_ptr, n.to(tl.int64), n_ok,
         share * K_SHARE, min(share * K_SHARE + K_SHARE, K),
-        K, r_ptr is not None, SUM_RESIDUAL, NATIVE, True, TM, TN, BK, HW,
+        K, KEPT_UNIT, r_ptr is not None, SUM_RESIDUAL, NATIVE, True, TM, TN, BK, WARPS, HW,
     )  # fmt: skip
     out = tl.trans(acc)
     at = out_ptr + rows[:, None] * N + n[None, :]
@@ -74,7 +76,7 @@ def w4a4_decode_kernel(
         tl.store(at, cast(out, out_ptr.dtype.element_ty, HW), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def add_shares_kernel(
     partial_ptr,
     g_ptr,
@@ -111,15 +113,16 @@ def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, t
     shares = triton.cdiv(k, share)
     target = out if shares == 1 else launch.empty((shares, m, n), torch.float32, device)
     per_row = weight.global_scale_dec.numel() > 1
+    units, unit = kept_units(kept)
     run(
         w4a4_decode_kernel,
         (triton.cdiv(n, tile.weights), triton.cdiv(m, tile.tokens), shares),
         device,
         form["NATIVE"],
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
-        weight.packed, weight.block_scales, weight.global_scale_dec, bias, target, kept, m,
-        N=n, K=k, K_SHARE=min(share, k), TM=tile.tokens, TN=tile.weights, BK=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, GW_PER_ROW=per_row, **form,
+        weight.packed, weight.block_scales, weight.global_scale_dec, bias, target, units, m,
+        N=n, K=k, K_SHARE=min(share, k), KEPT_UNIT=unit, TM=tile.tokens, TN=tile.weights, BK=tile.k,
+        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages, GW_PER_ROW=per_row, **form,
     )  # fmt: skip
     if shares > 1:
         run(

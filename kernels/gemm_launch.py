@@ -1,6 +1,7 @@
 """What the launchers of all W4A4 products share: checks of the operands, and the check that `native` is native."""
 
 import functools
+import math
 from contextlib import nullcontext
 
 import torch
@@ -32,6 +33,13 @@ def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
     _bytes("residual_packed", rows.residual_packed, (m, kept * 8), device)
     _bytes("residual_block_scales", rows.residual_block_scales, (m, kept), device)
     return m, k, kept, device
+
+
+def kept_units(kept: int) -> tuple[int, int]:
+    """Blocks of the residual as (units, blocks in a unit). The unit (16, 8, 4, 2 or 1) is a constant of the kernel,
+    which tells how rows of the residual are aligned."""
+    unit = math.gcd(kept, 16)
+    return kept // unit, unit
 
 
 def check_weight(weight, lead: tuple[int, ...], k: int, device: torch.device) -> int:

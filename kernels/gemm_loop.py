@@ -49,7 +49,7 @@ def accumulate(
     x_ok,
     r_ptr,
     rs_ptr,
-    kept,
+    kept_units,
     w_ptr,
     ws_ptr,
     w_rows,
@@ -57,6 +57,7 @@ def accumulate(
     k_begin,
     k_end,
     K: tl.constexpr,
+    KEPT_UNIT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -64,48 +65,69 @@ def accumulate(
     TM: tl.constexpr,
     TN: tl.constexpr,
     BK: tl.constexpr,
+    WARPS: tl.constexpr,
     HW: tl.constexpr,
 ):
     """acc plus the product over k_begin <= k < k_end; k_begin is a multiple of BK.
 
-    acc: FP32 [TM, TN], or [TN, TM] with WEIGHTS_ON_M. x, w: rows of K/16 blocks; r: rows of `kept` blocks, the
-    residual for k < k_res = 16 * kept. x_rows, w_rows: int64 rows of the tile, x_ok, w_ok: whether they exist.
+    acc: FP32 [TM, TN], or [TN, TM] with WEIGHTS_ON_M. x, w: rows of K/16 blocks; r: rows of kept = kept_units *
+    KEPT_UNIT blocks, the residual for k < k_res = 16 * kept. x_rows, w_rows: int64 rows of the tile, x_ok, w_ok:
+    whether they exist.
     """
     MASK_K: tl.constexpr = K % BK != 0
     BLOCKS: tl.constexpr = K // 16
-    # A small tile has too few token scales for an asynchronous copy: load them one step ahead instead.
-    AHEAD: tl.constexpr = TM * BK < 8192
-    if AHEAD:
+    # An asynchronous copy moves 4 bytes a thread at least, from an address that is known to be a multiple of 4. Scales
+    # that are too few for that, or lie otherwise, are loaded one step ahead: each step would wait for its own.
+    X_AHEAD: tl.constexpr = TM * BK < 2048 * WARPS
+    R_AHEAD: tl.constexpr = X_AHEAD or KEPT_UNIT < 4
+    W_AHEAD: tl.constexpr = TN * BK < 2048 * WARPS
+    if X_AHEAD:
         xs = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k_begin, True, BK)
+    if W_AHEAD:
+        ws = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k_begin, True, BK)
     k_mid = k_begin
     if HAS_RESIDUAL:
+        kept = kept_units * KEPT_UNIT
         k_mid = max(k_begin, min(tl.cdiv(kept * 16, BK) * BK, k_end))
-        if AHEAD:
+        if R_AHEAD:
             rs = load_scales(rs_ptr, x_rows, x_ok, kept, k_begin, True, BK)
         for k0 in range(k_begin, k_mid, BK):
             w = load_codes(w_ptr, w_rows, w_ok, BLOCKS, k0, MASK_K, NATIVE, BK)
-            ws = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k0, MASK_K, BK)
             x = load_codes(x_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, NATIVE, BK)
             r = load_codes(r_ptr, x_rows, x_ok, kept, k0, True, NATIVE, BK)
-            if AHEAD:
+            if W_AHEAD:
+                ws_next = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k0 + BK, True, BK)
+            else:
+                ws = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k0, MASK_K, BK)
+            if X_AHEAD:
                 xs_next = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0 + BK, True, BK)
-                rs_next = load_scales(rs_ptr, x_rows, x_ok, kept, k0 + BK, True, BK)
             else:
                 xs = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, BK)
+            if R_AHEAD:
+                rs_next = load_scales(rs_ptr, x_rows, x_ok, kept, k0 + BK, True, BK)
+            else:
                 rs = load_scales(rs_ptr, x_rows, x_ok, kept, k0, True, BK)
             acc = step(acc, x, xs, r, rs, w, ws, True, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
-            if AHEAD:
+            if W_AHEAD:
+                ws = ws_next
+            if X_AHEAD:
                 xs = xs_next
+            if R_AHEAD:
                 rs = rs_next
     for k0 in range(k_mid, k_end, BK):
         w = load_codes(w_ptr, w_rows, w_ok, BLOCKS, k0, MASK_K, NATIVE, BK)
-        ws = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k0, MASK_K, BK)
         x = load_codes(x_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, NATIVE, BK)
-        if AHEAD:
+        if W_AHEAD:
+            ws_next = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k0 + BK, True, BK)
+        else:
+            ws = load_scales(ws_ptr, w_rows, w_ok, BLOCKS, k0, MASK_K, BK)
+        if X_AHEAD:
             xs_next = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0 + BK, True, BK)
         else:
             xs = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, BK)
         acc = step(acc, x, xs, x, xs, w, ws, False, False, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
-        if AHEAD:
+        if W_AHEAD:
+            ws = ws_next
+        if X_AHEAD:
             xs = xs_next
     return acc

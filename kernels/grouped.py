@@ -12,14 +12,14 @@ from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.expert_sort import SortedPairs
 from quads_kernels.gemm_epilogue import scaled
-from quads_kernels.gemm_launch import SUM_NEEDS_EMULATED, check_out_dtype, check_rows, check_weight, run
+from quads_kernels.gemm_launch import SUM_NEEDS_EMULATED, check_out_dtype, check_rows, check_weight, kept_units, run
 from quads_kernels.gemm_loop import accumulate
 from quads_kernels.rounding import cast, to_fp32
 
 ADD_COLUMNS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_units"])
 def w4a4_grouped_kernel(
     x_ptr,
     xs_ptr,
@@ -35,9 +35,10 @@ def w4a4_grouped_kernel(
     block_row_ptr,
     pair_weight_ptr,
     out_ptr,
-    kept,
+    kept_units,
     N: tl.constexpr,
     K: tl.constexpr,
+    KEPT_UNIT: tl.constexpr,
     TOPK: tl.constexpr,
     SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -45,6 +46,7 @@ def w4a4_grouped_kernel(
     TM: tl.constexpr,
     TN: tl.constexpr,
     BK: tl.constexpr,
+    WARPS: tl.constexpr,
     HW: tl.constexpr,
 ):
     """One [TM, TN] tile of out [L, N], in sorted rows. Grid (blocks * tiles of N,).
@@ -69,9 +71,9 @@ def w4a4_grouped_kernel(
     else:
         acc = tl.zeros((TM, TN), tl.float32)
     acc = accumulate(
-        acc, x_ptr, xs_ptr, source.to(tl.int64), row_ok, r_ptr, rs_ptr, kept,
+        acc, x_ptr, xs_ptr, source.to(tl.int64), row_ok, r_ptr, rs_ptr, kept_units,
         w_ptr + expert * (N * (K // 2)), ws_ptr + expert * (N * (K // 16)), n.to(tl.int64), n_ok,
-        0, K, K, r_ptr is not None, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW,
+        0, K, K, KEPT_UNIT, r_ptr is not None, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, WARPS, HW,
     )  # fmt: skip
     if WEIGHTS_ON_M:
         acc = tl.trans(acc)
@@ -92,7 +94,7 @@ def add_experts_kernel(
     m = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * TN + tl.arange(0, TN)
     total = tl.zeros((TN,), tl.float32)
-    for t in range(TOPK):
+    for t in tl.static_range(TOPK):  # unrolled, so that the rows are waited for together
         row = tl.load(place_ptr + m * TOPK + t).to(tl.int64)
         columns = tl.where(row < 0, 0, N)
         total += to_fp32(tl.load(rows_ptr + row * N + n, mask=n < columns, other=0.0), HW)
@@ -131,6 +133,7 @@ def grouped_gemm(
     if native and launch.capability(device):
         configs.check_native(tile, launch.capability(device))
     out = launch.empty((pairs, n), out_dtype, device)
+    units, unit = kept_units(kept)
     run(
         w4a4_grouped_kernel,
         (plan.block_expert.numel() * triton.cdiv(n, tile.weights),),
@@ -138,9 +141,10 @@ def grouped_gemm(
         native,
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec,
-        plan.members, plan.offsets, plan.block_expert, plan.block_row, pair_weight, out, kept,
-        N=n, K=k, TOPK=topk, SUM_RESIDUAL=sum_residual, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
-        TM=tile.tokens, TN=tile.weights, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        plan.members, plan.offsets, plan.block_expert, plan.block_row, pair_weight, out, units,
+        N=n, K=k, KEPT_UNIT=unit, TOPK=topk, SUM_RESIDUAL=sum_residual, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
+        TM=tile.tokens, TN=tile.weights, BK=tile.k,
+        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

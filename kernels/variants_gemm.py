@@ -8,11 +8,12 @@ from quads_kernels.configs import Tile
 from quads_kernels.expert_sort import BLOCKS_PER_PROGRAM, count_kernel, place_kernel, sum_chunks_kernel
 from quads_kernels.gemm import GROUP, w4a4_gemm_kernel
 from quads_kernels.gemm_decode import REDUCE_COLUMNS, add_shares_kernel, w4a4_decode_kernel
+from quads_kernels.gemm_launch import kept_units
 from quads_kernels.grouped import ADD_COLUMNS, add_experts_kernel, w4a4_grouped_kernel
 from quads_kernels.variant import Variant
 
 ROW = {"x_ptr": "*u8", "xs_ptr": "*u8", "g_ptr": "*fp32"}
-RESIDUAL = {"r_ptr": "*u8", "rs_ptr": "*u8", "kept": "i32"}
+RESIDUAL = {"r_ptr": "*u8", "rs_ptr": "*u8", "kept_units": "i32"}
 WEIGHT = {"w_ptr": "*u8", "ws_ptr": "*u8", "gw_ptr": "*fp32"}
 SUMMED = "FP16 sum"
 PLAN = {"members_ptr": "*i32", "offsets_ptr": "*i32", "block_expert_ptr": "*i32", "block_row_ptr": "*i32"}
@@ -75,37 +76,41 @@ def _operands(residual: bool) -> tuple[dict[str, str], dict[str, object]]:
     """Types and constants of activations and weight."""
     if residual:
         return {**ROW, **RESIDUAL, **WEIGHT}, {}
-    return {**ROW, "kept": "i32", **WEIGHT}, {"r_ptr": None, "rs_ptr": None}
+    return {**ROW, "kept_units": "i32", **WEIGHT}, {"r_ptr": None, "rs_ptr": None}
+
+
+def _half(k: int) -> int:
+    """KEPT_UNIT where half of the blocks of K are compensated."""
+    return kept_units(k // 32)[1]
 
 
 def _tile(tile: Tile, native: bool, summed: bool = False) -> dict[str, object]:
-    return dict(SUM_RESIDUAL=summed, NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, HW=True)
+    sizes = dict(TM=tile.tokens, TN=tile.weights, BK=tile.k, WARPS=tile.warps)
+    return dict(SUM_RESIDUAL=summed, NATIVE=native, **sizes, HW=True)
 
 
 def _prefill(
     tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False, summed: bool = False
 ) -> Variant:
     types, constants = _operands(residual)
-    constants |= dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP)
+    constants |= dict(bias_ptr=None, N=2048, K=k, KEPT_UNIT=_half(k), GW_PER_ROW=gw_per_row, GROUP=GROUP)
     constants |= _tile(tile, native, summed)
     note = SUMMED if summed else "" if k == 2048 else f"K={k}"
-    aligned = () if k % 256 else ("kept",)
     return Variant(
         _name("dense", tile, residual, native, note), w4a4_gemm_kernel,
-        {**types, "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages, native, aligned,
+        {**types, "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages, native,
     )  # fmt: skip
 
 
 def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0) -> Variant:
     types, constants = _operands(residual)
-    constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, GW_PER_ROW=False)
+    constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, KEPT_UNIT=_half(k), GW_PER_ROW=False)
     constants |= _tile(tile, native)
     note = f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
-    aligned = () if k % 256 else ("kept",)
     out = "*fp32" if share else "*bf16"
     return Variant(
         _name("dense", tile, residual, native, note), w4a4_decode_kernel,
-        {**types, "out_ptr": out, "M": "i32"}, constants, tile.warps, tile.stages, native, aligned,
+        {**types, "out_ptr": out, "M": "i32"}, constants, tile.warps, tile.stages, native,
     )  # fmt: skip
 
 
@@ -113,17 +118,18 @@ def _experts_in(tile: Tile, residual: bool, native: bool, summed: bool = False) 
     """The first grouped product: tokens gathered, gate and up."""
     types, constants = _operands(residual)
     sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
-    constants |= dict(pair_weight_ptr=None, N=1536, K=2048, TOPK=8, **sides)
+    constants |= dict(pair_weight_ptr=None, N=1536, K=2048, KEPT_UNIT=_half(2048), TOPK=8, **sides)
     return Variant(
         _name("experts gate|up", tile, residual, native, SUMMED if summed else ""), w4a4_grouped_kernel,
-        {**types, **PLAN, "out_ptr": "*bf16"}, constants, tile.warps, tile.stages, native, ("kept",),
+        {**types, **PLAN, "out_ptr": "*bf16"}, constants, tile.warps, tile.stages, native,
     )  # fmt: skip
 
 
 def _experts_out(tile: Tile, native: bool, summed: bool = False) -> Variant:
-    """The second: sorted rows, times the router's weight, FP32. Half of 48 blocks is no multiple of 16."""
+    """The second: sorted rows, times the router's weight, FP32, half of its 48 blocks compensated."""
     types, constants = _operands(True)
-    constants |= dict(N=2048, K=768, TOPK=0, WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
+    sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
+    constants |= dict(N=2048, K=768, KEPT_UNIT=_half(768), TOPK=0, **sides)
     return Variant(
         _name("experts down", tile, True, native, SUMMED if summed else ""), w4a4_grouped_kernel,
         {**types, **PLAN, "pair_weight_ptr": "*fp32", "out_ptr": "*fp32"}, constants, tile.warps, tile.stages, native,

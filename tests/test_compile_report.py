@@ -1,6 +1,7 @@
 """The offline compile report: its checks on doctored results, and a few real variants."""
 
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_names_are_unique_and_fit_the_kernels(report):
             assert given == set(variant.kernel.arg_names), variant.name
 
 
+def test_a_number_of_tokens_compiles_nothing_anew(report):
+    """Triton compiles a kernel again where an integer is 1, or a multiple of 16, unless told not to. What is inspected
+    here then is what runs, for every batch."""
+    of_tokens = {"M", "P", "BLOCKS", "CHUNKS"}
+    seen = 0
+    kernels = {variant.kernel.fn.__name__: variant.kernel for variant in report.all_variants(90)}
+    for name, kernel in kernels.items():
+        found = [p for p in kernel.params if p.name in of_tokens and not p.is_constexpr]
+        assert all(p.do_not_specialize for p in found), name
+        seen += len(found)
+    assert seen == 10
+
+
 def test_every_tile_of_the_tables_is_compiled():
     for capability, native in [(80, False), (90, False), (100, True), (103, True), (120, True)]:
         names = " ".join(variant.name for variant in variants_gemm.variants(capability))
@@ -106,6 +120,26 @@ REAL = [
 def test_real_variants_become_what_they_claim(report, target, name, instruction):
     row = report.compile_one(name, target)
     assert row.problem == "" and row.instruction == instruction and row.registers > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (90, "dense | emulated | residual | 128x256x64, 8 warps, 3 stages | FP16 sum"),
+        (100, "experts down | native | residual | 128x128x256, 8 warps, 3 stages"),
+        (120, "dense | native | residual | 128x64x128, 8 warps, 3 stages"),
+    ],
+)
+def test_no_step_of_k_waits_for_a_load_of_its_own(report, target, name):
+    """In the K loops, what is not copied asynchronously is loaded for the next step: the loop yields it."""
+    variant = next(variant for variant in report.all_variants(target) if variant.name == name)
+    code = report._compile(variant, target).asm["ttgir"]
+    loops = list(re.finditer(r"^( *)%\S+ = scf\.for .*?^\1\}", code, re.DOTALL | re.MULTILINE))
+    assert len(loops) == 2
+    for loop in loops:
+        handed_on = re.findall(r"%[\w#]+", re.search(r"scf\.yield (.*)", loop[0])[1])
+        loaded = re.findall(r"(%\w+) = tt\.load ", loop[0])
+        assert set(loaded) <= set(handed_on), sorted(set(loaded) - set(handed_on))
 
 
 def test_a_fall_back_is_caught(report):

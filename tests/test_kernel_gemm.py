@@ -64,6 +64,20 @@ def test_the_same_inputs_give_the_same_bits():
     support_interpreter.same_bits(first, second)
 
 
+@pytest.mark.parametrize("kept", [3, 8])
+@forms
+def test_scales_may_be_loaded_a_step_ahead(form, kept):
+    """Which are, depends on the warps (and on `kept`), which mean nothing else to the interpreter."""
+    a, w = activations(5, 400, kept), weight(48, 400)
+    tile = support_gemm.tile(form, False)
+    if DEVICE != "cpu":
+        pytest.skip("a GPU has its own tiles")
+    options = dict(out_dtype=torch.float32, native=False)
+    none, every = (w4a4_gemm(a.rows, w, tile=tile._replace(k=64, warps=warps), **options) for warps in (1, 32))
+    support_interpreter.same_bits(none, every)
+    assert_product(every, a.values, weight_values(w))
+
+
 @forms
 def test_a_token_does_not_depend_on_its_neighbours(form):
     w = weight(48, 256)
