@@ -1,10 +1,11 @@
-"""What the probe in training costs, in forwards of the sequences that it looks at.
+"""What the probe in training and the gradients of `quads.sensitivity` cost, in forwards of the sequences looked at.
 
     python benchmarks/probe_cost.py [--model natural] [--sequences 32] [--rounds 7]
 
 CPU time of one thread, the least of the rounds, for each forward of the probe on random responses: the actor's (w4a16),
-the legs with the rollout's weights and activations (half of the blocks compensated), and the one of
-`quads.probe.layers`, which computes every product again in FP32. Without verl's transfer of the batch.
+the legs with the rollout's weights and activations (half of the blocks compensated), the one of `quads.probe.layers`,
+which computes every product again in FP32, and the forward and backward pass for gradients of quantized inputs. Without
+verl's transfer of the batch.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def main() -> None:
         "actor": lambda: trainer.actor(samples, "w4a16"),
         "weights": lambda: trainer.leg(samples, Leg("nvfp4")),
         "activations": lambda: trainer.leg(samples, Leg("nvfp4", "nvfp4", compensated=True), masked),
+        "gradients": lambda: trainer.sensitivities(samples, "w4a16", torch.Generator().manual_seed(0)),
         "layers": lambda: layers(trainer, samples, {0.0: plain, 0.5: masked}),
     }
     seconds = {name: cpu_seconds(run, args.rounds) for name, run in forwards.items()}

@@ -45,7 +45,7 @@ class QuadsLinear(nn.Linear):
             return super().forward(input)
         control.runs[self.quads.name] += 1
         dtype = compute_dtype(self.weight)
-        source = Source(self.weight, self.quads.group.scale(dtype))
+        source = Source(control.weight(self.weight), self.quads.group.scale(dtype))
         x = control.activation(input, dtype)
         with fake_quantized([source], dtype, recompute=control.recompute) as (weight,):
             return F.linear(x, weight, self.bias)

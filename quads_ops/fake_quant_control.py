@@ -32,6 +32,7 @@ class FakeQuantControl:
         self.mode = _checked(mode)
         self.runs: Counter[str] = Counter()
         """Module -> how often its forward ran fake-quantized since `start`. Gradient checkpointing counts twice."""
+        self._detached = False
 
     @contextmanager
     def use_mode(self, mode: str) -> Iterator[None]:
@@ -41,6 +42,23 @@ class FakeQuantControl:
             yield
         finally:
             self.mode = previous
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Multiply with the same weights, but let no gradient reach them: for gradients of activations alone.
+
+        Without it their fake-quantized copies would be kept until the whole backward is over, because what lets go of
+        them is the arrival of their gradient.
+        """
+        previous, self._detached = self._detached, True
+        try:
+            yield
+        finally:
+            self._detached = previous
+
+    def weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The weight that a forward is to multiply with."""
+        return parameter.detach() if self._detached else parameter
 
     def start(self) -> None:
         """Forget the runs counted so far; call before a forward."""

@@ -14,7 +14,8 @@ ACTOR_MODES = ("none", "w4a16", "w4a4")
 ROLLOUT_MODES = ("bf16", "fp8", "w4a16", "w4a4")
 GRANULARITIES = ("block", "channel")
 SCOPES = ("step", "token")
-SCORES = ("residual", "weighted")
+SCORES = ("residual", "weighted", "sensitivity")
+ALLOCATIONS = ("uniform", "sensitivity")
 TARGET_SETS = ("all_linear", "experts")
 
 # arm: (actor.mode, rollout.mode, rollout.residual.ratio)
@@ -91,7 +92,11 @@ class ResidualSettings:
     scope: str = "step"
     """`step`: one mask per layer, frozen between two weight syncs. `token`: chosen for every token, saves no FLOPs."""
     score: str = "residual"
-    """`residual`: sum of r^2. `weighted`: r^2 times the squared norm of the weights it meets."""
+    """`residual`: sum of r^2. `weighted`: r^2 times the squared norm of the weights it meets. `sensitivity`: r^2 times
+    the squared gradient of the trainer's logprobs."""
+    allocation: str = "uniform"
+    """`uniform`: `ratio` in every layer. `sensitivity`: `ratio` of the extra GEMM FLOPs of all layers together, where
+    the score per FLOP is largest."""
     ema: float = 0.5
     """Weight of the past in the moving average of the score, in [0, 1)."""
 
@@ -105,6 +110,32 @@ class ResidualSettings:
             raise SettingsError(prefix + "ema", self.ema, "must be below 1, or the mask would never move")
         if self.scope == "token" and self.score != "residual":
             raise SettingsError(prefix + "score", self.score, "a mask per token is chosen by `residual` only")
+        _choice(prefix + "allocation", self.allocation, ALLOCATIONS)
+        if self.allocation == "sensitivity" and self.score != "sensitivity":
+            raise SettingsError(
+                prefix + "allocation",
+                self.allocation,
+                f"compares layers by their gradients; set {prefix}score=sensitivity too (it is {self.score})",
+            )
+
+    @property
+    def frozen(self) -> bool:
+        """True if a mask is in use that stays between syncs: 0 < ratio < 1, chosen per step."""
+        return 0 < self.ratio < 1 and self.scope == "step"
+
+    def require_kernels(self) -> None:
+        """Raise SettingsError unless products on packed operands can do this.
+
+        How many blocks a layer compensates is a number that kernels, and the CUDA graphs that hold them, have from the
+        start, and that the experts of a layer have in common.
+        """
+        if self.frozen and self.allocation != "uniform":
+            raise SettingsError(
+                "quads.rollout.residual.allocation",
+                self.allocation,
+                "runs on a CPU only: on a GPU the number of blocks that a layer compensates can't change between "
+                "syncs. Use uniform (score sensitivity goes with it), or quads.rollout.residual.ratio=1",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +190,25 @@ class ProbeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SensitivitySettings:
+    """How the trainer measures the gradients behind `rollout.residual.score: sensitivity`; without that, nothing."""
+
+    every: int = 5
+    """Every how many steps; in a run's first step always."""
+    sequences: int = 32
+    """How many sequences of the step it looks at, at most."""
+    ema: float = 0.5
+    """Weight of the past in the moving average of the squared gradients, in [0, 1)."""
+
+    def __post_init__(self):
+        prefix = "quads.sensitivity."
+        _whole(prefix + "every", self.every, 1)
+        _whole(prefix + "sequences", self.sequences, 1)
+        if not 0 <= _number(prefix + "ema", self.ema, 0, 1, "must be in [0, 1)") < 1:
+            raise SettingsError(prefix + "ema", self.ema, "must be below 1, or no new gradient would count")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlarmSettings:
     """When the log warns that rollout and actor drift apart. docs/metrics.md says why the defaults are as they are."""
 
@@ -202,6 +252,7 @@ class QuadsSettings:
     actor: ActorSettings = field(default_factory=ActorSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
+    sensitivity: SensitivitySettings = field(default_factory=SensitivitySettings)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
     sync_timeout_s: float = 50.0
     """Longest wait in seconds for the rollout to take one weight bucket; after it the run ends with the cause."""
@@ -225,6 +276,7 @@ class QuadsSettings:
         """
         top = _mapping("quads", block, _names(cls))
         probe = _mapping("quads.probe", top.get("probe"), _names(ProbeSettings))
+        sensitivity = _mapping("quads.sensitivity", top.get("sensitivity"), _names(SensitivitySettings))
         alarms = _mapping("quads.alarms", top.get("alarms"), _names(AlarmSettings))
         actor = _mapping("quads.actor", top.get("actor"), _names(ActorSettings))
         rollout = _mapping("quads.rollout", top.get("rollout"), _names(RolloutSettings))
@@ -247,9 +299,16 @@ class QuadsSettings:
                 **_given({"warmup": rollout.get("warmup")}),
             ),
             probe=ProbeSettings(**_given(probe)),
+            sensitivity=SensitivitySettings(**_given(sensitivity)),
             alarms=AlarmSettings(**_given(alarms)),
             **_given({"sync_timeout_s": top.get("sync_timeout_s")}),
         )
+
+    @property
+    def measures_gradients(self) -> bool:
+        """Whether the rollout has masks that the trainer's gradients choose."""
+        residual = self.rollout.residual
+        return residual.frozen and residual.score == "sensitivity"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict (JSON and YAML safe); `from_dict(to_dict())` gives equal settings."""

@@ -12,7 +12,7 @@ from support_preflight import ROLLOUT, ROOT, compose_config, overridden, overrid
 from transformers import OlmoeConfig
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight_rollout
+from quads_recipe import preflight, preflight_rollout
 from quads_recipe.derive import prepare
 from quads_recipe.hydra_callback import QuadsCallback
 
@@ -285,3 +285,11 @@ def test_unregistered_plugin_is_refused(tmp_path):
     result = call_back(tmp_path)
     assert result.returncode == 2
     assert "entry point" in result.stderr and "not registered" in result.stderr
+
+
+def test_a_budget_over_all_layers_needs_a_cpu(config):
+    settings = {"rollout": {"residual": {"score": "sensitivity", "allocation": "sensitivity"}}}
+    settings = QuadsSettings.from_dict(settings)
+    preflight.check_config(config, settings)
+    with pytest.raises(SettingsError, match="quads.rollout.residual.allocation = 'sensitivity': runs on a CPU only"):
+        preflight.check_config(overridden(config, "trainer.device=cuda"), settings)

@@ -39,6 +39,26 @@ def test_null_fields_mean_the_default():
     assert QuadsSettings.from_dict(block) == QuadsSettings.from_dict({"arm": "qat"})
 
 
+def test_gradients_are_measured_where_masks_depend_on_them():
+    def measures(**residual):
+        return QuadsSettings.from_dict({"arm": "quads", "rollout": {"residual": residual}}).measures_gradients
+
+    assert measures(score="sensitivity") and measures(score="sensitivity", allocation="sensitivity")
+    assert not measures() and not measures(score="weighted")
+    assert not measures(score="sensitivity", ratio=0.0) and not measures(score="sensitivity", ratio=1.0)
+
+
+def test_a_budget_over_all_layers_is_refused_where_kernels_multiply():
+    both = {"score": "sensitivity", "allocation": "sensitivity"}
+    for residual, fits in (({**both, "ratio": 1.0}, True), ({"score": "sensitivity"}, True), (both, False)):
+        settings = QuadsSettings.from_dict({"rollout": {"residual": residual}}).rollout.residual
+        if fits:
+            settings.require_kernels()
+            continue
+        with pytest.raises(SettingsError, match="residual.allocation = 'sensitivity': runs on a CPU only.*uniform"):
+            settings.require_kernels()
+
+
 WRONG = [
     ({"arm": "nvfp4"}, "quads.arm", "nvfp4"),
     ({"arms": "quads"}, "quads.arms", "no such setting"),
@@ -53,6 +73,17 @@ WRONG = [
     ({"rollout": {"residual": {"scope": "batch"}}}, "quads.rollout.residual.scope", "step, token"),
     ({"rollout": {"residual": {"score": "hessian"}}}, "quads.rollout.residual.score", "residual, weighted"),
     ({"rollout": {"residual": {"scope": "token", "score": "weighted"}}}, "quads.rollout.residual.score", "weighted"),
+    ({"rollout": {"residual": {"scope": "token", "score": "sensitivity"}}}, "quads.rollout.residual.score", "residual"),
+    ({"rollout": {"residual": {"allocation": "global"}}}, "quads.rollout.residual.allocation", "uniform, sensitivity"),
+    (
+        {"rollout": {"residual": {"allocation": "sensitivity"}}},
+        "quads.rollout.residual.allocation",
+        "set quads.rollout.residual.score=sensitivity too (it is residual)",
+    ),
+    ({"sensitivity": {"every": 0}}, "quads.sensitivity.every", "1 or more"),
+    ({"sensitivity": {"sequences": 0}}, "quads.sensitivity.sequences", "1 or more"),
+    ({"sensitivity": {"ema": 1.0}}, "quads.sensitivity.ema", "below 1"),
+    ({"sensitivity": {"ratio": 1.0}}, "quads.sensitivity.ratio", "no such setting"),
     ({"rollout": {"residual": {"ema": 1.0}}}, "quads.rollout.residual.ema", "below 1"),
     ({"arm": "bf16", "rollout": {"residual": {"ratio": 0.5}}}, "quads.rollout.residual.ratio", "w4a4"),
     ({"group_size": 32}, "quads.group_size", "16"),

@@ -123,6 +123,71 @@ def test_weighted_score():
     assert weighted.mask[0].nonzero().tolist() == [[6]]
 
 
+def test_sensitivity_is_the_residual_score_until_a_gradient_comes():
+    compensation = make(ratio=1 / BLOCKS, score="sensitivity")
+    x = spiky(5, 2) + 0.5 * spiky(5, 6)
+    compensation.one(x)
+    report = compensation.roll()
+    assert compensation.mask[0].nonzero().tolist() == [[2]] and report.summary(0.125)["by_sensitivity"] == 0
+    gradient = torch.ones(K)
+    gradient[96:112] = torch.arange(16) * 100.0  # the mean of a block counts
+    compensation.set_gradient(gradient)
+    assert compensation.mask[0].nonzero().tolist() == [[2]], "masks are frozen between syncs"
+    report = compensation.roll()
+    assert compensation.mask[0].nonzero().tolist() == [[6]] and report.summary(0.125)["by_sensitivity"] == 1
+    torch.testing.assert_close(compensation.gradient[0], torch.tensor([1.0] * 6 + [750.0, 1.0]))
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_every_expert_has_its_own_gradient(granularity):
+    compensation = make(experts=2, granularity=granularity, ratio=1 / BLOCKS, score="sensitivity")
+    gradient = torch.zeros(2, K)
+    gradient[0, 16:32], gradient[1, 48:64] = 1.0, 1.0
+    compensation.set_gradient(gradient)
+    compensation.grouped(torch.randn(10, K), [4, 6])
+    compensation.roll()
+    first = 16 if granularity == "channel" else 1
+    assert compensation.mask[0].nonzero().flatten().tolist() == list(range(first, 2 * first))
+    assert compensation.mask[1].nonzero().flatten().tolist() == list(range(3 * first, 4 * first))
+
+
+def test_demand_is_about_what_is_known():
+    compensation = make(experts=3, score="sensitivity", ema=0.5)
+    assert not compensation.demand().score.any() and not compensation.demand().traffic.any()
+    gradient = torch.rand(3, K)
+    compensation.set_gradient(gradient)
+    x = torch.randn(10, K)
+    compensation.grouped(x, [4, 0, 6])
+    compensation.end_period()
+    demand = compensation.demand()
+    energy = residual.residual_statistics(x[4:]) / 6
+    torch.testing.assert_close(demand.score[2], energy * gradient[2].unflatten(-1, (-1, 16)).mean(-1))
+    assert demand.traffic.tolist() == [4.0, 0.0, 6.0] and not demand.score[1].any()
+    compensation.grouped(x, [0, 2, 8])
+    compensation.end_period()
+    # An expert without tokens keeps its statistics, and costs less.
+    assert compensation.demand().traffic.tolist() == [2.0, 1.0, 7.0] and compensation.demand().score[0].any()
+    compensation.end_period()
+    assert compensation.demand().traffic.tolist() == [2.0, 1.0, 7.0], "nothing was served: no news"
+
+
+def test_allocated_masks_where_known_and_the_ratio_elsewhere():
+    compensation = make(experts=2, score="sensitivity", allocation="sensitivity")
+    compensation.set_gradient(torch.rand(2, K))
+    compensation.grouped(torch.randn(10, K), [10, 0])
+    compensation.end_period()
+    allocated = torch.zeros(2, BLOCKS, dtype=torch.bool)
+    allocated[:, 0] = True
+    report = compensation.choose(allocated)
+    assert compensation.mask.sum(-1).tolist() == [1, 4]
+    assert torch.equal(compensation.mask[1], residual.select_mask(compensation.weight_energy[1], 0.5).flags)
+    # The expert that saw no token costs nothing.
+    assert report.spent_ratio == pytest.approx(1 / BLOCKS)
+    found = report.summary(report.spent_ratio)
+    assert found["ratio"] == pytest.approx(1 / BLOCKS) and found["ratio_min"] == found["ratio_max"] == 5 / 16
+    assert found["from_prior"] is True and found["by_sensitivity"] == 0.5
+
+
 def test_profiling_runs_are_not_counted(monkeypatch):
     compensation = make()
     monkeypatch.setattr(module, "serving_real_tokens", lambda: False)

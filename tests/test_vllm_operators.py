@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.forward_context import ForwardContext, override_forward_context  # noqa: E402
 
 from quads_ops import gemm  # noqa: E402
-from quads_ops.settings import ResidualSettings, RolloutSettings  # noqa: E402
+from quads_ops.settings import ResidualSettings, RolloutSettings, SettingsError  # noqa: E402
 from quads_ops.vllm_method import compensation as compensation_module  # noqa: E402
 from quads_ops.vllm_method import moe, projection  # noqa: E402
 from quads_ops.vllm_method.projection import Projection  # noqa: E402
@@ -26,13 +26,13 @@ def without_engine(monkeypatch):
     monkeypatch.setattr(compensation_module, "serving_real_tokens", lambda: True)
 
 
-def rollout(ratio: float, granularity: str) -> RolloutSettings:
-    return RolloutSettings(mode="w4a4", residual=ResidualSettings(ratio=ratio, granularity=granularity))
+def rollout(ratio: float, granularity: str, **residual) -> RolloutSettings:
+    return RolloutSettings(mode="w4a4", residual=ResidualSettings(ratio=ratio, granularity=granularity, **residual))
 
 
-def linear(ratio, granularity, w) -> Projection:
+def linear(ratio, granularity, w, **residual) -> Projection:
     shard = Shard("m", slice(0, len(w)), None, 0, 0, w.shape[1], tuple(w.shape))
-    made = Projection("m", "weight", "weight", [shard], rollout(ratio, granularity), w.shape[1])
+    made = Projection("m", "weight", "weight", [shard], rollout(ratio, granularity, **residual), w.shape[1])
     reload(made, torch.nn.Module(), "weight", w)
     return made
 
@@ -200,6 +200,30 @@ def test_the_form_of_the_residual_is_left_to_the_dispatch(monkeypatch):
     ids = torch.zeros(TOKENS, 1, dtype=torch.int64)
     moe.QuadsMoEMethod.__new__(moe.QuadsMoEMethod).run(layer, torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, 1), ids)
     assert asked == [None, None]
+
+
+def test_a_budget_over_all_layers_is_refused(monkeypatch):
+    """The number of kept blocks is an argument of the operator, fixed where a CUDA graph holds it."""
+    monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
+    both = ResidualSettings(ratio=0.5, score="sensitivity", allocation="sensitivity")
+    shard = Shard("m", slice(0, 16), None, 0, 0, 32, (16, 32))
+    made = Projection("m", "weight", "weight", [shard], RolloutSettings(mode="w4a4", residual=both), 32)
+    with pytest.raises(SettingsError, match="quads.rollout.residual.allocation = 'sensitivity'"):
+        reload(made, torch.nn.Module(), "weight", torch.randn(16, 32))
+
+
+def test_masks_by_sensitivity_keep_the_number_of_blocks(monkeypatch):
+    w, x = torch.randn(40, HIDDEN), torch.randn(TOKENS, HIDDEN)
+    cpu, gpu = both(monkeypatch, lambda: linear(0.5, "block", w, score="sensitivity"))
+    kept = gpu.operand().form.kept
+    for made in (cpu, gpu):
+        made.multiply(x)
+        made.compensation.set_gradient(torch.arange(HIDDEN).float())
+        made.roll()
+    assert torch.equal(gpu.compensation.mask, cpu.compensation.mask) and gpu.operand().form.kept == kept
+    assert gpu.compensation.mask[0, -1] and not gpu.compensation.mask[0, 0]
+    error = (gpu.multiply(x) - cpu.multiply(x)).abs()
+    assert (error <= 1e-6 * (x.abs() @ w.abs().t())).all()
 
 
 def test_a_mask_per_token_is_refused(monkeypatch):

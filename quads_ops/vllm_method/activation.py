@@ -46,8 +46,8 @@ class Fp8Activation:
         return self.one(x)
 
 
-def make_activation(rollout: RolloutSettings, name: str, k: int, experts: int | None) -> Activation:
-    """experts: number of masks, one per local expert, or None for one mask of the layer."""
+def make_activation(rollout: RolloutSettings, name: str, k: int, experts: int | None, width: float) -> Activation:
+    """experts: number of masks, one per local expert, or None for one mask of the layer. width: see Compensation."""
     if rollout.mode == "w4a4":
-        return Compensation(rollout.residual, name, k, experts)
+        return Compensation(rollout.residual, name, k, experts, width)
     return Fp8Activation() if rollout.mode == "fp8" else PlainActivation()

@@ -1,27 +1,28 @@
 """Residual activation compensation in a layer of the rollout: its masks, and the statistics they are chosen from.
 
 A mask is frozen between two weight syncs. While tokens are generated, the residual's energy is summed in place; at a
-sync, `roll` folds the sums into a moving average and chooses new masks. Before there are any statistics, the mask
-comes from the weights (`prior`): the blocks whose weights have the largest squared norm.
+sync, `end_period` folds the sums into a moving average and `choose` chooses new masks. Before there are any statistics,
+the mask comes from the weights (`prior`): the blocks whose weights have the largest squared norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from quads_ops import dispatch
 from quads_ops.formats import BLOCK_SIZE
 from quads_ops.residual import Residual, ResidualMask, TokenMask, select_mask
+from quads_ops.residual_budget import Demand
 from quads_ops.settings import ResidualSettings
 from quads_ops.vllm_method.compat_vllm import RealTokens, real_tokens, serving_real_tokens
 
 
 @dataclass
 class RollReport:
-    """What one `roll` did. Shares are sums over masks; divide by their counts."""
+    """What one sync did to the masks. Shares are sums over masks; divide by their counts."""
 
     covered: float = 0.0
     measured: int = 0
@@ -31,20 +32,39 @@ class RollReport:
     """Mask entries that changed, of how many."""
     from_prior: int = 0
     """Masks now in force that still come from the weights."""
+    by_sensitivity: int = 0
+    """Masks now in force that gradients chose."""
     masks: int = 0
+    spent: float = 0.0
+    cost: float = 0.0
+    """Extra GEMM FLOPs that the masks spend, of those of ratio 1, in relative units."""
+    ratios: list[float] = field(default_factory=list)
+    """Share of the entries compensated, a number for each layer's input."""
 
     def __iadd__(self, other: RollReport) -> RollReport:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
         return self
 
+    @property
+    def spent_ratio(self) -> float | None:
+        """Extra GEMM FLOPs that the masks spend, as a share of those of ratio 1; None without masks."""
+        return self.spent / self.cost if self.cost else None
+
     def summary(self, ratio: float) -> dict[str, float | bool | None]:
-        """For metrics: ratio, energy_covered, mask_moved (None where not measured) and from_prior."""
+        """For metrics; None where not measured.
+
+        ratio: what to report as such. ratio_min, ratio_max: of the layers' masks, by entries. cost: `spent_ratio`.
+        """
         return {
             "ratio": ratio,
+            "ratio_min": min(self.ratios, default=None),
+            "ratio_max": max(self.ratios, default=None),
+            "cost": self.spent_ratio,
             "energy_covered": self.covered / self.measured if self.measured else None,
             "mask_moved": self.moved / self.entries if self.entries else None,
             "from_prior": self.from_prior > 0,
+            "by_sensitivity": self.by_sensitivity / self.masks if self.masks else None,
         }
 
 
@@ -52,14 +72,15 @@ class Compensation:
     """Quantizes the input of one weight, and its residual.
 
     Args:
-        settings: ratio, granularity, scope, score and ema.
+        settings: ratio, granularity, scope, score, allocation and ema.
         name: of the layer, for messages.
         k: this worker's K.
         experts: a mask per expert (the down projection's input), or None: one mask for all tokens.
+        width: output channels that each token's entry is multiplied with, on all workers together.
     """
 
-    def __init__(self, settings: ResidualSettings, name: str, k: int, experts: int | None):
-        self.settings, self.name, self.k, self.experts = settings, name, k, experts
+    def __init__(self, settings: ResidualSettings, name: str, k: int, experts: int | None, width: float = 1.0):
+        self.settings, self.name, self.k, self.experts, self.width = settings, name, k, experts, width
         self.size = k // BLOCK_SIZE if settings.granularity == "block" else k
         self._state: dict[str, torch.Tensor] = {}
         self._masks: list[ResidualMask] = []
@@ -67,6 +88,8 @@ class Compensation:
         """Grows whenever masks or ratio may have changed."""
         self.host_mask: torch.Tensor | None = None
         """The masks on the CPU, bool [masks, entries]: an engine that sleeps has given its device memory back."""
+        self.sensitive = False
+        """Whether the trainer has sent gradients."""
 
     # -- state
 
@@ -82,6 +105,8 @@ class Compensation:
             ("average", torch.float32, (rows, self.size)),
             ("known", torch.bool, (rows,)),
             ("weight_energy", torch.float32, (rows, self.size)),
+            ("gradient", torch.float32, (rows, self.size)),
+            ("traffic", torch.float32, (rows,)),
         ):
             self._state[name] = torch.zeros(shape, dtype=dtype, device=device)
         self._masks = [ResidualMask(**{f"{self.settings.granularity}s": row}) for row in self._state["mask"]]
@@ -111,12 +136,28 @@ class Compensation:
     @property
     def frozen(self) -> bool:
         """True if a mask is in use: 0 < ratio < 1, chosen per step."""
-        return 0 < self.settings.ratio < 1 and self.settings.scope == "step"
+        return self.settings.frozen
+
+    def change(self, **settings) -> None:
+        """Change fields of the settings; masks stay until they are next chosen. Raises SettingsError."""
+        self.settings = replace(self.settings, **settings)
 
     def set_ratio(self, ratio: float) -> None:
         """Change the ratio; masks are chosen anew from what is known. Raises SettingsError outside [0, 1]."""
-        self.settings = replace(self.settings, ratio=ratio)
+        self.change(ratio=ratio)
         self.choose()
+
+    def set_gradient(self, squares: torch.Tensor) -> None:
+        """squares: FP32 [K] or [E, K], mean over tokens of the squared gradient of the logprobs by this worker's input.
+
+        Of a block the mean over its channels is kept: statistics hold the sum of r^2 over the block, so that their
+        product is what independent r and gradient give where r^2 is spread evenly over the block.
+        """
+        squares = squares if squares.dim() == 2 else squares.unsqueeze(0)
+        if self.settings.granularity == "block":
+            squares = squares.unflatten(-1, (-1, BLOCK_SIZE)).mean(-1)
+        self.gradient.copy_(squares)
+        self.sensitive = True
 
     def set_weight_energy(self, squares: torch.Tensor) -> None:
         """squares: FP32 [K] or [E, K], the squared norm of each column of the dequantized weight (this worker's rows).
@@ -182,52 +223,96 @@ class Compensation:
 
     # -- at a sync
 
-    def roll(self) -> RollReport:
-        """End a period: fold its sums into the moving average, choose new masks, begin anew.
+    def end_period(self) -> RollReport:
+        """Fold the period's sums into the moving averages, and begin anew."""
+        if not self.frozen:
+            return RollReport()
+        energy, seen = self.energy, self.tokens > 0
+        covered = _share(energy, self.mask)[seen]
+        period = energy / self.tokens.clamp(min=1).unsqueeze(-1)
+        ema = self.settings.ema
+        mixed = torch.lerp(period, self.average, ema)
+        current = torch.where(self.known.unsqueeze(-1), mixed, period)
+        self.average.copy_(torch.where(seen.unsqueeze(-1), current, self.average))
+        if bool(seen.any()):  # the layer ran; an expert without a token is one that costs less
+            tokens = self.tokens.float()
+            self.traffic.copy_(torch.lerp(tokens, self.traffic, ema) if bool(self.known.any()) else tokens)
+        self.known |= seen
+        self.statistics.zero_()
+        self.tokens.zero_()
+        return RollReport(covered=float(covered.sum()), measured=len(covered))
+
+    def choose(self, allocated: torch.Tensor | None = None) -> RollReport:
+        """Choose the masks: `ratio` of the entries of largest score, from the weights where nothing is known yet.
+
+        allocated: bool [masks, entries], what a shared budget chose for the masks that are known.
 
         Raises:
             ValueError: the statistics are not finite.
         """
-        if not self.frozen:
-            return RollReport()
-        before, energy, seen = self.mask.clone(), self.energy, self.tokens > 0
-        covered = _share(energy, self.mask)[seen]
-        period = energy / self.tokens.clamp(min=1).unsqueeze(-1)
-        mixed = torch.lerp(period, self.average, self.settings.ema)
-        current = torch.where(self.known.unsqueeze(-1), mixed, period)
-        self.average.copy_(torch.where(seen.unsqueeze(-1), current, self.average))
-        self.known |= seen
-        self.statistics.zero_()
-        self.tokens.zero_()
-        self.choose()
-        return RollReport(
-            covered=float(covered.sum()),
-            measured=len(covered),
-            moved=int((before ^ self.mask).sum()),
-            entries=self.mask.numel(),
-            from_prior=int((~self.known).sum()),
-            masks=len(self.known),
-        )
-
-    def choose(self) -> None:
-        """Choose the masks from the moving average, or from the weights where there is none yet."""
         self.version += 1
         if not self.frozen:
-            return
-        score = self.average * self.weight_energy if self.settings.score == "weighted" else self.average
-        score = torch.where(self.known.unsqueeze(-1), score, self.weight_energy)
+            return RollReport()
+        before = self.mask.clone()
+        score = torch.where(self.known.unsqueeze(-1), self._score(), self.weight_energy)
         for row, line in enumerate(score):
+            if allocated is not None and bool(self.known[row]):
+                self.mask[row].copy_(allocated[row])
+                continue
             try:
                 chosen = select_mask(line, self.settings.ratio, self.settings.granularity)
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
             self.mask[row].copy_(chosen.flags)
         self.host_mask = self.mask.to("cpu", copy=True)
+        return self._report(before)
+
+    def roll(self) -> RollReport:
+        """`end_period` and `choose`, for a layer by itself."""
+        report = self.end_period()
+        report += self.choose()
+        return report
+
+    def demand(self) -> Demand:
+        """What a shared budget needs to know of the masks that are known; the others want nothing of it.
+
+        Raises:
+            ValueError: the statistics are not finite.
+        """
+        score = torch.where(self.known.unsqueeze(-1), self._score(), 0.0)
+        if not bool(score.isfinite().all()):
+            raise ValueError(f"{self.name}: the residual's statistics are not finite")
+        return Demand(score, self.width, torch.where(self.known, self.traffic, 0.0))
+
+    def _score(self) -> torch.Tensor:
+        """FP32 [masks, entries], from the moving average: what compensating an entry is worth for one token."""
+        if self.settings.score == "weighted":
+            return self.average * self.weight_energy
+        if self.settings.score == "sensitivity" and self.sensitive:
+            return self.average * self.gradient
+        return self.average
+
+    def _report(self, before: torch.Tensor) -> RollReport:
+        known = int(self.known.sum())
+        # Before any token was seen, every mask counts alike.
+        traffic = self.traffic.double() if float(self.traffic.sum()) else torch.ones_like(self.traffic).double()
+        kept = self.mask.sum(-1).double()
+        return RollReport(
+            moved=int((before ^ self.mask).sum()),
+            entries=self.mask.numel(),
+            from_prior=len(self.known) - known,
+            by_sensitivity=known if self.settings.score == "sensitivity" and self.sensitive else 0,
+            masks=len(self.known),
+            spent=float((kept * traffic).sum()) * self.width,
+            cost=float(traffic.sum()) * self.width * self.size,
+            ratios=[float(self.mask.float().mean())],
+        )
 
     def forget(self) -> None:
         """Drop all statistics; the masks stay until the next choice, which then comes from the weights."""
         self.statistics.zero_()
         self.tokens.zero_()
+        self.traffic.zero_()
         self.average.zero_()
         self.known.zero_()
 
@@ -239,6 +324,8 @@ class Compensation:
         if self.frozen:
             summary["granularity"] = self.settings.granularity
             summary["score"] = self.settings.score
+            summary["allocation"] = self.settings.allocation
+            summary["sensitive"] = self.sensitive
             summary["chosen"] = self.mask.sum(-1).tolist()
             summary["entries"] = self.size
             summary["from_prior"] = (~self.known).tolist()

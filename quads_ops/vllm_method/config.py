@@ -23,6 +23,7 @@ from quads_ops.vllm_method import first_load, names
 from quads_ops.vllm_method.compat_vllm import RoutedExperts
 from quads_ops.vllm_method.linear import QuadsLinearMethod
 from quads_ops.vllm_method.moe import QuadsMoEMethod
+from quads_ops.vllm_method.projection import uses_operators
 
 NAME = "quads_nvfp4"
 _OPTIONS = ("targets", "exclude", "group_size", "mode", "residual")
@@ -95,6 +96,7 @@ class QuadsNvfp4Config(QuantizationConfig):
 
         Raises:
             ValueError: the targets split a joined layer, or an engine option that this method can't serve.
+            SettingsError: a residual allocation that this device can't have.
         """
         if self._table is None:
             self._start(get_current_vllm_config())
@@ -129,6 +131,8 @@ class QuadsNvfp4Config(QuantizationConfig):
 
     def _start(self, vllm_config: VllmConfig) -> None:
         _check_engine(vllm_config)
+        if uses_operators(torch.device(current_platform.device_type), self.rollout.mode):
+            self.rollout.residual.require_kernels()
         self._table = names.table_for(vllm_config.model_config.hf_config.model_type)
         first_load.check_when_built(vllm_config, self._table)
         logger.info_once("quads_nvfp4: %s", self.describe())
@@ -138,9 +142,10 @@ class QuadsNvfp4Config(QuantizationConfig):
         if self.rollout.mode == "bf16":
             return "mode bf16: nothing is quantized"
         residual = self.rollout.residual
-        compensated = (
-            f", residual ratio {residual.ratio:g} ({residual.granularity}, {residual.scope}, {residual.score})"
-        )
+        how = f"{residual.granularity}, {residual.scope}, {residual.score}"
+        if residual.allocation != "uniform":
+            how += f", allocation {residual.allocation}"
+        compensated = f", residual ratio {residual.ratio:g} ({how})"
         targets = self.settings.targets if isinstance(self.settings.targets, str) else list(self.settings.targets)
         return (
             f"mode {self.rollout.mode}{compensated if self.rollout.mode == 'w4a4' else ''}; targets {targets}"

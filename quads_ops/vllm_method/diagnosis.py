@@ -7,8 +7,13 @@ Use with plain vLLM: `LLM(..., worker_extension_cls="quads_ops.vllm_method.diagn
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 
 from quads_ops.settings import SettingsError
+from quads_ops.vllm_method import sensitivity
+from quads_ops.vllm_method.allocation import choose_masks
 from quads_ops.vllm_method.compat_vllm import captures_graphs
 from quads_ops.vllm_method.compensation import Compensation
 from quads_ops.vllm_method.projection import Projection, projections
@@ -52,21 +57,44 @@ class QuadsDiagnosis:
         for compensation in self._quads_compensations():
             compensation.forget()
 
-    def quads_set_residual(self, ratio: float) -> None:
-        """Change the residual ratio of every layer; masks are chosen anew from what is known.
+    def quads_set_residual(
+        self, ratio: float, score: str | None = None, allocation: str | None = None
+    ) -> dict[str, float | bool | None]:
+        """Change the residual ratio of every layer, and how masks are chosen; they are chosen anew from what is known.
+
+        Returns what a weight sync reports as `rac`.
 
         Raises:
-            SettingsError: a ratio outside [0, 1], a mode that has no residual, or an engine with CUDA graphs.
+            SettingsError: a wrong value, a mode that has no residual, or an engine with CUDA graphs.
         """
         if captures_graphs(self.vllm_config):
             raise SettingsError(
                 "ratio", ratio, "CUDA graphs keep the ratio that they were captured with; start with enforce_eager=True"
             )
+        model = self.model_runner.get_model()
         compensations = list(self._quads_compensations())
         if not compensations:
             raise SettingsError("ratio", ratio, "this rollout does not quantize activations to NVFP4 (mode w4a4)")
+        changes = {"ratio": ratio, "score": score, "allocation": allocation}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        settings = replace(compensations[0].settings, **changes)
+        if any(projection.operators for projection in projections(model)):
+            settings.require_kernels()
         for compensation in compensations:
-            compensation.set_ratio(ratio)
+            compensation.change(**changes)
+        with torch.no_grad():
+            return rac_summary(model, choose_masks(model))
+
+    def quads_set_sensitivity(self, vectors: dict[str, list]) -> None:
+        """Give every input its squared gradients, as a weight sync does; masks stay as they are until next chosen.
+
+        vectors: input -> [K] or [experts, K] numbers (nested lists: arguments of an RPC are plain values).
+
+        Raises:
+            SensitivityError: some are missing, or do not fit.
+        """
+        own = {name: sensitivity.take(name, torch.tensor(values)) for name, values in vectors.items()}
+        sensitivity.apply(projections(self.model_runner.get_model()), own)
 
     def _quads_compensations(self) -> Iterator[Compensation]:
         for projection in projections(self.model_runner.get_model()):

@@ -76,12 +76,17 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, extra_weight_attrs)
+        stack = self.moe.num_experts
         layer.quads_projections = (
-            Projection(self.module, "w13", "w13_weight", gate_up, self.rollout, hidden_size),
             Projection(
-                self.module, "w2", "w2_weight", down, self.rollout, intermediate_size_per_partition, masks=num_experts
+                self.module, "w13", "w13_weight", gate_up, self.rollout, hidden_size,
+                uses=self.moe.experts_per_token, stack=stack,
             ),
-        )
+            Projection(
+                self.module, "w2", "w2_weight", down, self.rollout, intermediate_size_per_partition,
+                masks=num_experts, stack=stack,
+            ),
+        )  # fmt: skip
         self._act = _ACTIVATIONS[_activation_name(layer)]
         opaque.remember(self.module, layer)
         initialize_online_processing(layer)

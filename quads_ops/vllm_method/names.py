@@ -84,6 +84,20 @@ def members(module: str, parts: int) -> tuple[str, ...]:
     return (module,)
 
 
+SENSITIVITY_PREFIX = "quads.sensitivity:"
+"""Before the name of a quantized input, where the weight stream has its squared gradients."""
+
+_EXPERT_INPUTS = {"w13": "gate_up_proj", "w2": "down_proj"}
+
+
+def input_name(module: str, stem: str) -> str:
+    """Name of a quantized input: of a linear layer that of the layer, `...mlp.experts.gate_up_proj` for experts.
+
+    stem: of the layer's weight in vLLM (`w13`, `w2` for experts).
+    """
+    return f"{module}.{_EXPERT_INPUTS[stem]}" if stem in _EXPERT_INPUTS else module
+
+
 def expert_matrices(module: str, expert: int) -> tuple[str, str, str]:
     """Names of gate, up and down of one expert; `module` is the layer's experts, `...mlp.experts`."""
     return tuple(f"{module}.{expert}.{projection}" for projection in EXPERT_PROJECTIONS)

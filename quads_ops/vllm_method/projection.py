@@ -31,6 +31,8 @@ class Projection:
         rollout: mode and residual settings.
         k: this worker's K.
         masks: number of masks (local experts of a down projection), or None for one.
+        uses: matrices of a stack of experts that a token meets behind one mask (gate and up: experts per token).
+        stack: experts of the whole layer, where there are any.
     """
 
     def __init__(
@@ -42,13 +44,17 @@ class Projection:
         rollout: RolloutSettings,
         k: int,
         masks: int | None = None,
+        uses: int = 1,
+        stack: int | None = None,
     ):
         self.layer_name, self.stem, self.source, self.shards = layer_name, stem, source, tuple(shards)
+        self.stack = stack
         self.mode = rollout.mode
         self.size = max(shard.rows.stop for shard in shards)
         """N of this worker."""
         self.weight = Fp8Weight(shards) if rollout.mode == "fp8" else Nvfp4Weight(shards)
-        self.activation = make_activation(rollout, f"{layer_name} ({stem})", k, masks)
+        width = uses * sum(shard.full_shape[0] for shard in self.shards if shard.expert == self.shards[0].expert)
+        self.activation = make_activation(rollout, f"{layer_name} ({stem})", k, masks, width)
         self.loads = 0
         """How often it was loaded."""
         self.operators = False
@@ -57,7 +63,7 @@ class Projection:
         self._operand: CompensatedWeight | None = None
         self._fitted = -1
         # Workers that split N (or the experts) see the same activations, so they share one mask.
-        self._shared_mask = masks is None and all(shard.full_shape[1] == shard.columns for shard in shards)
+        self.shared_mask = masks is None and all(shard.full_shape[1] == shard.columns for shard in shards)
 
     @property
     def compensation(self) -> Compensation | None:
@@ -68,12 +74,15 @@ class Projection:
 
         Raises:
             ValueError: NaN or Inf in the weights.
+            SettingsError: a shared budget of residuals, which the kernels can't have.
         """
         source = getattr(layer, self.source).data
         self.weight.load(source)
         delattr(layer, self.source)
         self.weight.register(layer, self.stem, self.source)
         self.operators = uses_operators(source.device, self.mode)
+        if self.operators:
+            self.compensation.settings.require_kernels()
         self._renew_dense(source.device)
         if self.compensation is not None:
             self.compensation.create(source.device)
@@ -87,14 +96,22 @@ class Projection:
 
     def share(self) -> None:
         """After loading, what the masks need of other workers' weights. A collective."""
-        if self.compensation is not None and self._shared_mask:
+        if self.compensation is not None and self.shared_mask:
             tp_reduce_(self.compensation.weight_energy, torch.distributed.ReduceOp.SUM)
 
     def roll(self) -> RollReport:
-        """Choose new masks (`Compensation.roll`), and bring the weight into their order where it has one."""
+        """Choose new masks for this layer by itself; `reload.settle` does it for all."""
         if self.compensation is None:
             return RollReport()
-        report = self.compensation.roll()
+        report = self.compensation.end_period()
+        report += self.choose()
+        return report
+
+    def choose(self, allocated: torch.Tensor | None = None) -> RollReport:
+        """Choose masks (`Compensation.choose`), and bring the weight into their order where it has one."""
+        if self.compensation is None:
+            return RollReport()
+        report = self.compensation.choose(allocated)
         if self.operators:
             self.operand()  # now, not in the first step: captured graphs read the weight where it is
         return report

@@ -21,7 +21,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from quads_ops import receipt
 from quads_ops.listing import first_names
-from quads_ops.vllm_method import checkpoint_map, compat_vllm, first_load, names, source_amax
+from quads_ops.vllm_method import checkpoint_map, compat_vllm, first_load, names, sensitivity, source_amax
+from quads_ops.vllm_method.allocation import MaskChoiceError, choose_masks
 from quads_ops.vllm_method.compensation import RollReport
 from quads_ops.vllm_method.cpu_reload import fresh_cpu_moe_kernels, repack_tied_head
 from quads_ops.vllm_method.projection import Projection, projections
@@ -55,6 +56,7 @@ class WeightUpdate:
         self._wanted: dict[str, checkpoint_map.Wanted] = {}
         self._seen: set[str] = set()
         self._amaxes: dict[str, torch.Tensor] = {}
+        self._sensitivities: dict[str, torch.Tensor] = {}
         self._owner: dict[str, Projection] = {}
         self._loads: dict[Projection, int] = {}
         self._touched = False
@@ -83,10 +85,12 @@ class WeightUpdate:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take one bucket; its tensors may be overwritten afterwards.
 
-        weights: checkpoint names (canonical, or as vLLM's loader has them) and whole tensors.
+        weights: checkpoint names (canonical, or as vLLM's loader has them) and whole tensors; between them may be
+            sensitivities (`quads_ops.vllm_method.sensitivity`), those of all inputs or none.
 
         Raises:
             WeightUpdateError: a name that is unknown or came twice, a wrong shape or dtype, NaN or Inf.
+            SensitivityError: the same for a sensitivity.
         """
         taken = [item for name, tensor in weights if (item := self._take(name, tensor)) is not None]
         self._touched = True
@@ -97,10 +101,13 @@ class WeightUpdate:
 
         Raises:
             WeightUpdateError: weights that did not come, with their names.
+            SensitivityError: sensitivities that did not come, or do not fit.
         """
         missing = sorted(self._wanted.keys() - self._seen)
         if missing:
             raise WeightUpdateError(f"the weight stream ended without {first_names(missing, 8)}")
+        if self._sensitivities:
+            sensitivity.apply(self._loads, self._sensitivities)
         compat_vllm.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
         if self._tied:
             repack_tied_head(self.model)
@@ -128,6 +135,9 @@ class WeightUpdate:
 
     def _take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Checks, and a copy under the name that vLLM's loader takes."""
+        if name.startswith(names.SENSITIVITY_PREFIX):
+            self._take_sensitivity(name.removeprefix(names.SENSITIVITY_PREFIX), tensor)
+            return None
         if checkpoint_map.ignorable(name, self._tied):
             return None
         canonical = self.table.canonical(name)
@@ -149,6 +159,11 @@ class WeightUpdate:
         self._observe(canonical, own)
         return self.table.loader(canonical), own
 
+    def _take_sensitivity(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._sensitivities:
+            raise WeightUpdateError(f"the trainer sent the sensitivity of {name} twice in one update")
+        self._sensitivities[name] = sensitivity.take(name, tensor)
+
     def _observe(self, name: str, tensor: torch.Tensor) -> None:
         matrix = name.removesuffix(".weight")
         owner = self._owner.get(matrix)
@@ -164,29 +179,36 @@ def settle(model: torch.nn.Module, reloaded: bool = True) -> RollReport:
     Raises:
         WeightUpdateError: on every worker, statistics of one of them that are not finite.
     """
-    report, problem = RollReport(), None
+    report = RollReport()
     with torch.no_grad():
         for projection in projections(model) if reloaded else ():
             projection.share()
         for projection in projections(model):
-            try:
-                report += projection.roll()
-            except ValueError as error:  # after the collectives below, or the other workers would wait
-                problem = problem or str(error)
-    outcomes = compat_vllm.tp_gather((report, problem))
-    problems = [f"worker {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
-    if problems:
-        raise WeightUpdateError(f"no residual mask can be chosen ({'; '.join(problems)})")
-    total = RollReport()
-    for worker, _ in outcomes:
-        total += worker
+            if projection.compensation is not None:
+                report += projection.compensation.end_period()
+        total = RollReport()
+        for worker in compat_vllm.tp_gather(report):
+            total += worker
+        try:
+            total += choose_masks(model)
+        except MaskChoiceError as error:
+            raise WeightUpdateError(str(error)) from None
     return total
 
 
 def rac_summary(model: torch.nn.Module, report: RollReport) -> dict[str, float | bool | None] | None:
-    """For metrics; None for a rollout without activation quantization."""
-    ratios = [p.compensation.settings.ratio for p in projections(model) if p.compensation is not None]
-    return report.summary(sum(ratios) / len(ratios)) if ratios else None
+    """For metrics; None for a rollout without activation quantization.
+
+    Its ratio is the configured one, or, where the layers share a budget, the share of the FLOPs that masks spend.
+    """
+    compensations = [p.compensation for p in projections(model) if p.compensation is not None]
+    if not compensations:
+        return None
+    ratio = sum(c.settings.ratio for c in compensations) / len(compensations)
+    if compensations[0].settings.allocation != "uniform" and report.spent_ratio is not None:
+        ratio = report.spent_ratio
+    summary = report.summary(ratio)
+    return summary if compensations[0].settings.score == "sensitivity" else summary | {"by_sensitivity": None}
 
 
 def combine_loaded(workers: Sequence[Loaded]) -> Loaded:

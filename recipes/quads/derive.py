@@ -65,11 +65,9 @@ def _check_model(config: DictConfig, settings: QuadsSettings) -> list[str]:
 
 def _describe(settings: QuadsSettings) -> list[str]:
     rollout, residual = settings.rollout, settings.rollout.residual
-    rac = (
-        f"residual ratio {residual.ratio:g} ({residual.granularity}, per {residual.scope}, score {residual.score})"
-        if residual.ratio
-        else "no residual compensation"
-    )
+    allocation = "" if residual.allocation == "uniform" else f", allocation {residual.allocation}"
+    how = f"{residual.granularity}, per {residual.scope}, score {residual.score}{allocation}"
+    rac = f"residual ratio {residual.ratio:g} ({how})" if residual.ratio else "no residual compensation"
     return [f"arm {settings.arm}: actor {settings.actor.mode}, rollout {rollout.mode}, {rac}"]
 
 

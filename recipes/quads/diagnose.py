@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from quads_ops.compat import UnsupportedVersion
-from quads_ops.settings import ARMS, GRANULARITIES, SCOPES, SCORES, QuadsSettings, SettingsError
+from quads_ops.settings import ARMS, GRANULARITIES, SCOPES, QuadsSettings, SettingsError
 from quads_recipe.analysis.prompts import PromptError, read_prompts
 from quads_recipe.diagnose_run import DTYPES, DiagnoseError, Request
 from quads_recipe.paths import POLICIES, given_folder, policy_dir
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--exclude", help="quads.exclude: module names and re:patterns separated by commas")
     p.add_argument("--granularity", choices=GRANULARITIES, help="of the residual masks (default block)")
     p.add_argument("--scope", choices=SCOPES, help="of the residual masks (default step)")
-    p.add_argument("--score", choices=SCORES, help="of the residual masks (default residual)")
+    p.add_argument("--score", choices=("residual", "weighted"), help="of the residual masks (default residual)")
     p.add_argument("--leave-out", type=int, default=24, help="most layers to leave out in turn (default %(default)s)")
     p.add_argument("--worst", type=int, default=12, help="tokens of largest |d| to list per arm (default %(default)s)")
     return p

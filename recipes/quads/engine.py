@@ -24,6 +24,7 @@ from quads_ops.matrix_plan import PlannedParameter, plan_parameters
 from quads_ops.receipt import Entry
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
+from quads_ops.vllm_method.names import SENSITIVITY_PREFIX
 from quads_recipe.engine_config import QuadsFSDPEngineConfig
 from quads_recipe.weight_export import ReceiptWriter, stream
 
@@ -42,6 +43,8 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         plan: parameter -> what of it the rollout quantizes; empty where it quantizes nothing.
         last_receipt: matrix -> Entry of the last weight export, on every rank; None until the export is exhausted,
             empty where the rollout holds no NVFP4 weights.
+        sensitivities: quantized input -> moving average of the squared gradient of the logprobs, FP32 [K] or [E, K],
+            equal on all ranks (quads_recipe.sensitivity); None until it was measured. Exports send it.
     """
 
     def __init__(self, *args, **kwargs):
@@ -50,6 +53,7 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         self.fake_quant: FakeQuantControl | None = None
         self.last_receipt: dict[str, Entry] | None = None
         self.plan: dict[str, PlannedParameter] = {}
+        self.sensitivities: dict[str, torch.Tensor] | None = None
         if self.settings is not None:
             self._check_config()
 
@@ -133,7 +137,7 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
         """Iterator over (checkpoint name, whole tensor) for the rollout, and None (no adapter).
 
-        Every rank must exhaust it; after that `last_receipt` is there.
+        Sensitivities, where there are any, come first. Every rank must exhaust it; after that `last_receipt` is there.
         """
         if self.settings is None:
             return super().get_per_tensor_param(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
@@ -154,6 +158,8 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         receipts = None
         if self.settings.rollout.mode in _NVFP4_ROLLOUTS:
             receipts = ReceiptWriter(self.plan, dist.get_rank(), dist.get_world_size())
+        for name, vector in (self.sensitivities or {}).items():
+            yield SENSITIVITY_PREFIX + name, vector
         yield from stream(
             params,
             self.plan,

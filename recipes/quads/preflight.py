@@ -86,6 +86,8 @@ def check_config(config: DictConfig, settings: QuadsSettings) -> list[str]:
         expect(config, MODEL + name, (0, None), "LoRA is not supported, in no arm; set it to 0")
     expect(config, MODEL + "lora_adapter_path", (None,), "LoRA is not supported, in no arm; remove it")
     preflight_rollout.check(config)
+    if config.trainer.device != "cpu":
+        settings.rollout.residual.require_kernels()
     if quantizes(settings):
         _check_quantization(config)
     check_run(config)

@@ -45,19 +45,19 @@ def measuring(
         if rollout.residual.ratio > 0:
             series[rollout.residual.ratio] = residuals
     errors = LayerErrors(series, fp8=rollout.mode == "fp8")
-    with emulation.running(Leg(weights), observer=errors), _valid_tokens(engine, errors):
+    with emulation.running(Leg(weights), observer=errors), telling_padding(engine, errors):
         yield errors
 
 
 @contextmanager
-def _valid_tokens(engine, errors: LayerErrors) -> Iterator[None]:
-    """Tells `errors` before each forward which tokens are no padding. Only the engine's inputs know it."""
+def telling_padding(engine, observer) -> Iterator[None]:
+    """Sets `observer.valid` before each forward: which tokens are no padding. Only the engine's inputs know it."""
     prepare = engine.prepare_model_inputs
 
     def prepared(*args, **kwargs):
         inputs, about = prepare(*args, **kwargs)
         rank, size = _sequence_parallel()
-        errors.valid = valid_tokens(inputs, about.get("pad_size", 0), rank, size)
+        observer.valid = valid_tokens(inputs, about.get("pad_size", 0), rank, size)
         return inputs, about
 
     engine.prepare_model_inputs = prepared  # of this object, for the time of the measurement

@@ -27,6 +27,7 @@ _ARMS = {
     "response length, tokens": "response_length/mean",
     "step, s": "timing_s/step",
 }
+_TIMES = ("gen", "old_log_prob", "probe", "sensitivity", "update_actor", "update_weights")
 _RUN = {
     "reward": ["critic/score/mean"],
     "|d|, nats": [f"quads/logprob_abs_diff_{name}" for name in ("mean", "p99", "max")],
@@ -35,11 +36,12 @@ _RUN = {
     "KL(rollout || actor), nats": ["quads/logprob_k3_mean"],
     "alarms": ["quads/alarms_sum", "quads/logprob_nonfinite_sum"],
     "residual compensation": [f"quads/rac_{name}_mean" for name in ("energy_covered", "mask_moved", "from_prior")],
+    "residual compensation: ratio of the layers": [f"quads/rac_ratio_{name}" for name in ("min", "mean", "max")],
     "changed NVFP4 codes": ["quads/changed_codes_mean"],
     "weight sync, s": ["quads/sync_seconds_max", "quads/requantize_seconds_max"],
     "layers: error of activations, by kind": [r"quads/layers_\w+_act_error_mean"],
     "layers: error of weights, by kind": [r"quads/layers_\w+_weight_error_mean"],
-    "time, s": [f"timing_s/{name}" for name in ("gen", "old_log_prob", "probe", "update_actor", "update_weights")],
+    "time, s": [f"timing_s/{name}" for name in _TIMES],
 }
 
 

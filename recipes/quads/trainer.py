@@ -17,7 +17,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from quads_ops.settings import QuadsSettings
-from quads_recipe import mask_warmup, probe, tensorboard_layout, training_prompts
+from quads_recipe import mask_warmup, probe, sensitivity, tensorboard_layout, training_prompts
 from quads_recipe import metrics as quads_metrics
 from quads_recipe.alarms import Alarms
 from quads_recipe.rollout_health import RolloutDeadError, require_alive
@@ -56,6 +56,7 @@ class QuadsTrainer(PPOTrainerSync):
             config.trainer.v1.trainer_mode = "sync"  # what the base class and its replay buffer know this mode as
         self.settings = QuadsSettings.from_dict(OmegaConf.to_container(config.quads, resolve=True))
         self.alarms = Alarms(self.settings)
+        self._measured_gradients = False
         RolloutReplicaRegistry.register("vllm", _load_replica)
         super().__init__(config)
 
@@ -168,7 +169,21 @@ class QuadsTrainer(PPOTrainerSync):
         if every and self.global_steps % every == 0:
             with marked_timer("probe", self.timing_raw, color="olive"):
                 metrics.update(self._probe(batch))
+        if sensitivity.due(self.settings, self.global_steps, first=not self._measured_gradients):
+            with marked_timer("sensitivity", self.timing_raw, color="olive"):
+                metrics.update(self._measure_gradients(batch))
         return batch
+
+    def _measure_gradients(self, batch: KVBatchMeta) -> dict[str, float]:
+        part = self._part_of(batch, self.settings.sensitivity.sequences)
+        if part is None:
+            return {}
+        self._measured_gradients = True
+        return quads_metrics.merge_ranks(sensitivity.run(self.actor_rollout_wg, part))
+
+    def _part_of(self, batch: KVBatchMeta, sequences: int) -> KVBatchMeta | None:
+        dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
+        return probe.part_of(batch, sequences, dp_size, self.config.actor_rollout_ref.rollout)
 
     def _lost(self, rows: int) -> int:
         """Responses that were asked for and are not among the `rows` that came. verl drops groups that failed."""
@@ -177,9 +192,7 @@ class QuadsTrainer(PPOTrainerSync):
         return max(0, self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n - rows)
 
     def _probe(self, batch: KVBatchMeta) -> dict[str, float]:
-        dp_size = max(self.actor_rollout_wg._query_dispatch_info("actor")) + 1
-        rollout = self.config.actor_rollout_ref.rollout
-        part = probe.part_of(batch, self.settings.probe.sequences, dp_size, rollout)
+        part = self._part_of(batch, self.settings.probe.sequences)
         if part is None:
             return {}
         metrics = probe.run(self.actor_rollout_wg, part, self.settings)

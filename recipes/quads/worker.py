@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from tensordict import TensorDict
@@ -14,6 +14,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from quads_ops import receipt
+from quads_recipe import sensitivity
 from quads_recipe.analysis.layers import SiteErrors
 from quads_recipe.probe import LEG_FIELD, ProbeForwards
 from quads_recipe.weight_sync import QuadsServerAdapter
@@ -23,6 +24,7 @@ class QuadsWorker(ActorRolloutRefWorker):
     """ActorRolloutRefWorker whose rollout is a QuadsServerAdapter and whose `update_weights` returns metrics."""
 
     _probe: ProbeForwards | None = None
+    _sensitivity: sensitivity.Sensitivity | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
@@ -53,9 +55,8 @@ class QuadsWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_leg_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """`compute_log_prob`, as the leg that the batch names (see quads_recipe.probe)."""
-        leg = tu.pop(data, key=LEG_FIELD)
-        with nullcontext() if leg == "actor" else self._probe_forwards().leg(leg):
+        """`compute_log_prob`, as the leg that the batch names (see quads_recipe.probe and quads_recipe.sensitivity)."""
+        with self._leg(tu.pop(data, key=LEG_FIELD)):
             output = self.actor.infer_batch(data)
         return output.cpu() if output is not None else None
 
@@ -63,6 +64,20 @@ class QuadsWorker(ActorRolloutRefWorker):
     def take_layers(self) -> dict[str, SiteErrors]:
         """What the leg `layers` of the probe measured on this rank."""
         return self._probe_forwards().take_layers()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_sensitivities(self) -> dict[str, float]:
+        """Take the gradients of the leg `gradients` into what the next weight sync sends; metrics of this rank."""
+        return self._sensitivity.update()
+
+    def _leg(self, name: str) -> AbstractContextManager:
+        if name == "actor":
+            return nullcontext()
+        if name != sensitivity.LEG:
+            return self._probe_forwards().leg(name)
+        if self._sensitivity is None:
+            self._sensitivity = sensitivity.Sensitivity(self.actor.engine)
+        return self._sensitivity.measuring()
 
     def _probe_forwards(self) -> ProbeForwards:
         if self._probe is None:
@@ -97,7 +112,8 @@ class QuadsWorker(ActorRolloutRefWorker):
             metrics["quads/changed_codes_mean"] = rollout["changed_codes"]
         for name, value in (rollout.get("rac") or {}).items():
             if value is not None:
-                metrics[f"quads/rac_{name}_mean"] = float(value)
+                suffix = "" if name.endswith(("_min", "_max")) else "_mean"
+                metrics[f"quads/rac_{name}{suffix}"] = float(value)
         return metrics
 
 

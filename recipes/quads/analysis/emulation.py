@@ -75,7 +75,7 @@ class Emulation:
 
     def __init__(self, model: nn.Module, plan: Mapping[str, PlannedParameter], experts_per_token: int = 1):
         self.sites = find_sites(plan, experts_per_token)
-        self._modules = _named(model, {name for site in self.sites.values() for name in site.modules})
+        self._modules = named_modules(model, {name for site in self.sites.values() for name in site.modules})
         self._state: _State | None = None
 
     @contextmanager
@@ -205,7 +205,7 @@ def _own_forward(module: nn.Module):
     return getattr(type(module), "quads_original", type(module)).forward
 
 
-def _named(model: nn.Module, wanted: set[str]) -> dict[str, nn.Module]:
+def named_modules(model: nn.Module, wanted: set[str]) -> dict[str, nn.Module]:
     """The wanted modules by name, whatever wraps them. Raises KeyError if one is not there."""
     found = {}
     for name, module in model.named_modules():

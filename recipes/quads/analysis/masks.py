@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quads_ops.residual import Residual, ResidualMask, TokenMask
-
-_STEMS = {"w13": "gate_up_proj", "w2": "down_proj"}
+from quads_ops.vllm_method.names import input_name
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,8 @@ def from_rollout(workers: Sequence[Sequence[Mapping]]) -> dict[str, SiteResidual
     parts: dict[str, list[Mapping]] = {}
     for entries in workers:
         for entry in entries:
-            parts.setdefault(_site_name(entry), []).append(entry)
+            parts.setdefault(input_name(entry["module"], entry["stem"]), []).append(entry)
     return {name: _join(name, found) for name, found in parts.items()}
-
-
-def _site_name(entry: Mapping) -> str:
-    stem = _STEMS.get(entry["stem"])
-    return f"{entry['module']}.{stem}" if stem else entry["module"]
 
 
 def _join(name: str, entries: list[Mapping]) -> SiteResidual:

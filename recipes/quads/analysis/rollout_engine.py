@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe.analysis.masks import SiteResidual, from_rollout
 from quads_recipe.analysis.score import Sample
+
+if TYPE_CHECKING:
+    import torch
 
 _DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_ENVIRONMENT = {
@@ -126,7 +130,21 @@ class RolloutEngine:
 
     def set_ratio(self, ratio: float) -> None:
         """Change the residual ratio of every layer; masks are chosen anew from the statistics gathered so far."""
-        self._llm.collective_rpc("quads_set_residual", args=(ratio,))
+        self.set_residual(ratio)
+
+    def set_residual(
+        self, ratio: float, score: str | None = None, allocation: str | None = None
+    ) -> dict[str, float | bool | None]:
+        """The same with another score and allocation of masks.
+
+        Returns a summary: `ratio`, `ratio_min` and `ratio_max` of the layers, `cost`, and more.
+        """
+        return self._llm.collective_rpc("quads_set_residual", args=(ratio, score, allocation))[0]
+
+    def set_sensitivity(self, vectors: Mapping[str, torch.Tensor]) -> None:
+        """Squared gradients of every input (`TrainerSide.sensitivities`), for masks that are chosen from now on."""
+        plain = {name: vector.tolist() for name, vector in vectors.items()}
+        self._llm.collective_rpc("quads_set_sensitivity", args=(plain,))
 
     def choose_masks(self) -> list[dict[str, float | bool | None]]:
         """End a period of statistics, as a weight sync does: choose masks from it.

@@ -84,6 +84,11 @@ def logprobs(model: nn.Module, batch: Batch) -> torch.Tensor:
     Raises:
         ValueError: the model's logits are not finite.
     """
+    return differentiable_logprobs(model, batch)
+
+
+def differentiable_logprobs(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """`logprobs`, with the graph of a backward pass unless gradients are switched off."""
     with _autocast(model):
         logits = model(input_ids=batch.ids, attention_mask=batch.mask.long(), use_cache=False).logits
     picked = logits[batch.row, batch.position].float().log_softmax(-1)

@@ -14,11 +14,12 @@ from quads_ops.settings import QuadsSettings
 from quads_ops.targets import Targets
 from quads_recipe.analysis.cost import Shape
 from quads_recipe.analysis.emulation import Emulation
+from quads_recipe.analysis.gradients import InputGradients, means, random_signs
 from quads_recipe.analysis.layers import LayerErrors
 from quads_recipe.analysis.legs import Leg
 from quads_recipe.analysis.masks import Residuals, to_device
 from quads_recipe.analysis.routing import Choices, Routing
-from quads_recipe.analysis.score import Batch, Sample, batches, logprobs
+from quads_recipe.analysis.score import Batch, Sample, batches, differentiable_logprobs, logprobs
 from quads_recipe.analysis.sites import experts_per_token
 
 
@@ -53,8 +54,9 @@ class TrainerSide:
         plan = plan_parameters(self.model, targets)
         self.emulation = Emulation(self.model, plan, experts_per_token(self.model.config))
         self.routing = Routing(self.model)
-        self._control = convert(self.model, targets, "w4a16")
-        self._planned = set(plan)
+        self.control = convert(self.model, targets, "w4a16")
+        self.gradients = InputGradients(self.model, plan, self.control)
+        self.plan, self._planned = plan, set(plan)
 
     @property
     def sites(self):
@@ -67,11 +69,11 @@ class TrainerSide:
         """The training forward with `quads.actor.mode`, as the actor has it."""
         result = Forward(torch.empty(0))
         parts = []
-        with self._control.use_mode(mode):
+        with self.control.use_mode(mode):
             for batch in self.batches(samples):
-                self._control.start()
+                self.control.start()
                 parts.append(self._run(batch, result, record))
-                self._control.check()
+                self.control.check()
         result.logprobs = torch.cat(parts).cpu()
         return result
 
@@ -94,6 +96,21 @@ class TrainerSide:
                 parts.append(self._run(batch, result, record, None if replay is None else replay[i]))
         result.logprobs = torch.cat(parts).cpu()
         return result
+
+    def sensitivities(
+        self, samples: Sequence[Sample], mode: str, generator: torch.Generator
+    ) -> dict[str, torch.Tensor]:
+        """Site -> mean over tokens of the squared gradient of the logprobs, FP32 [K] or [E, K].
+
+        mode: as `quads.actor.mode`. generator: of the random signs, on the CPU.
+        """
+        with self.control.use_mode(mode), self.gradients.watching() as sums:
+            for batch in self.batches(samples):
+                sums.valid = batch.mask.flatten()
+                chosen = differentiable_logprobs(self.model, batch)
+                signs = random_signs(len(chosen), generator).to(chosen)
+                self.gradients.backward((chosen * signs).sum())
+        return means(sums.by_site(self.device))
 
     def layer_errors(self, samples: Sequence[Sample], residuals: dict[float, Residuals]) -> LayerErrors:
         """Errors of every site, by ratio, on the forward with NVFP4 weights."""
