@@ -177,12 +177,20 @@ def select_mask(score: torch.Tensor, ratio: float, granularity: str = "block") -
             f"select_mask: the score must be a 1-D torch.Tensor, got {type(score).__name__} {score!r}; take it from "
             "residual_statistics"
         )
-    if score.dim() != 1 or not bool(score.isfinite().all()):
+    if score.dim() != 1:
+        raise ValueError(f"select_mask: the score must be a 1-D tensor, got shape {tuple(score.shape)}")
+    return ResidualMask(**{f"{granularity}s": select_masks(score, ratio)})
+
+
+def select_masks(score: torch.Tensor, ratio: float) -> torch.Tensor:
+    """`select_mask` for each line of `score` ([..., n]): bool, same shape. One wait for the device, for the check."""
+    _check_ratio(ratio)
+    if not bool(score.isfinite().all()):
         raise ValueError(
-            f"select_mask: the score must be a finite 1-D tensor, got shape {tuple(score.shape)} with "
+            f"the score of a mask must be finite, got shape {tuple(score.shape)} with "
             f"{int((~score.isfinite()).sum())} non-finite entries; activations this large have no useful mask"
         )
-    return ResidualMask(**{f"{granularity}s": _largest(score, ratio)})
+    return _largest(score, ratio)
 
 
 def _compiled(x: torch.Tensor, residual: Residual, stats: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from quads_ops import dispatch
 from quads_ops.formats import BLOCK_SIZE
-from quads_ops.residual import Residual, ResidualMask, TokenMask, select_mask
+from quads_ops.residual import Residual, ResidualMask, TokenMask, select_masks
 from quads_ops.residual_budget import Demand
 from quads_ops.settings import ResidualSettings
 from quads_ops.vllm_method.compat_vllm import RealTokens, real_tokens, serving_real_tokens
@@ -255,15 +255,13 @@ class Compensation:
             return RollReport()
         before = self.mask.clone()
         score = torch.where(self.known.unsqueeze(-1), self._score(), self.weight_energy)
-        for row, line in enumerate(score):
-            if allocated is not None and bool(self.known[row]):
-                self.mask[row].copy_(allocated[row])
-                continue
-            try:
-                chosen = select_mask(line, self.settings.ratio, self.settings.granularity)
-            except ValueError as error:
-                raise ValueError(f"{self.name}: {error}") from None
-            self.mask[row].copy_(chosen.flags)
+        try:
+            chosen = select_masks(score, self.settings.ratio)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        if allocated is not None:
+            chosen = torch.where(self.known.unsqueeze(-1), allocated.to(chosen.device), chosen)
+        self.mask.copy_(chosen)
         self.host_mask = self.mask.to("cpu", copy=True)
         return self._report(before)
 
