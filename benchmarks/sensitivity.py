@@ -17,6 +17,7 @@ import argparse
 from functools import partial
 
 import torch
+from transformers import AutoTokenizer
 
 from quads_ops.nvfp4 import qdq
 from quads_ops.residual import ResidualMask, token_scale
@@ -30,6 +31,7 @@ from quads_recipe.analysis.prompts import tokenize
 from quads_recipe.analysis.rollout_engine import EngineOptions, RolloutEngine
 from quads_recipe.analysis.score import differentiable_logprobs
 from quads_recipe.analysis.trainer_side import TrainerSide
+from quads_recipe.diagnose_run import stop_tokens
 from quads_recipe.paths import policy_dir
 
 KINDS = (("residual", "uniform"), ("weighted", "uniform"), ("sensitivity", "uniform"), ("sensitivity", "sensitivity"))
@@ -42,10 +44,11 @@ def main() -> None:
     args = parser().parse_args()
     torch.set_num_threads(1)
     folder = str(policy_dir(args.model))
-    prompts = held_out(folder, args.prompts + args.calibration)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = held_out(tokenizer, args.prompts + args.calibration)
     settings = QuadsSettings.from_dict({"arm": "quads"})
     dtype = str(DTYPES[args.dtype]).removeprefix("torch.")
-    options = EngineOptions(folder, dtype, max(map(len, prompts)) + MAX_NEW + 1, stop_tokens(folder))
+    options = EngineOptions(folder, dtype, max(map(len, prompts)) + MAX_NEW + 1, stop_tokens(folder, tokenizer))
     trainer = TrainerSide(folder, DTYPES[args.dtype], settings)
     with RolloutEngine(options, settings) as engine:
         calibration = [g.sample for g in engine.generate(prompts[args.prompts :], MAX_NEW, 1_000_000)]
@@ -171,19 +174,10 @@ def budgeted(sites: dict, found: dict, score, ratio: float) -> dict:
 # -- prompts
 
 
-def held_out(folder: str, count: int) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
+def held_out(tokenizer, count: int) -> list[list[int]]:
     from quads_recipe.policy.task import chat, problems
 
-    return tokenize([chat(p.prompt) for p in problems("heldout", count)], AutoTokenizer.from_pretrained(folder))
-
-
-def stop_tokens(folder: str) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    return tokenize([chat(p.prompt) for p in problems("heldout", count)], tokenizer)
 
 
 def parser() -> argparse.ArgumentParser:

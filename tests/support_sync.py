@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from quads_recipe.run_id import weight_socket
+import pytest
+import support_vllm
+
+from quads_recipe.run_id import ENV, new_run_id, weight_socket
 
 EXTENSION = "quads_recipe.rollout_extension.QuadsWorkerExtension"
 
@@ -35,3 +41,16 @@ class Trainer:
         sender = BucketedWeightSender(weight_socket(0, rank), bucket_size_mb=1, use_shm=True)
         sender.bucket_size = 48 << 10  # small, so that bucket boundaries fall inside layers
         asyncio.run(sender.async_send_weights(iter(items)))
+
+
+@contextmanager
+def running_engine(folder: Path, options: dict) -> Iterator[tuple]:
+    """(engine in this process, HF model, trainer): Qwen3-MoE, as verl starts it, with dummy weights."""
+    from verl.workers.rollout.vllm_rollout import utils
+
+    model = support_vllm.make_model(folder, "qwen3_moe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENV, new_run_id())
+        patch.setattr(utils, "set_death_signal", lambda: None)  # meant for a worker's own process
+        with support_vllm.engine(folder, options, worker_extension_cls=EXTENSION, load_format="dummy") as llm:
+            yield llm, model, Trainer(llm, 1)

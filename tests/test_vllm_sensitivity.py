@@ -3,7 +3,7 @@
 import pytest
 import support_vllm as support
 import torch
-from support_sync import EXTENSION, Trainer
+from support_sync import EXTENSION, Trainer, running_engine
 
 pytest.importorskip("vllm")
 
@@ -46,15 +46,8 @@ def gradients(model, **scale: float) -> list[tuple[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """(engine in this process, HF model, trainer)"""
-    from verl.workers.rollout.vllm_rollout import utils
-
-    folder = tmp_path_factory.mktemp("sensitivity")
-    model = support.make_model(folder, "qwen3_moe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ENV, new_run_id())
-        patch.setattr(utils, "set_death_signal", lambda: None)  # meant for a worker's own process
-        with support.engine(folder, OPTIONS, worker_extension_cls=EXTENSION, load_format="dummy") as llm:
-            yield llm, model, Trainer(llm, 1)
+    with running_engine(tmp_path_factory.mktemp("sensitivity"), OPTIONS) as running:
+        yield running
 
 
 def masks(llm) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import support_vllm as support
 import torch
-from support_sync import EXTENSION, Trainer
+from support_sync import EXTENSION, Trainer, running_engine
 
 pytest.importorskip("vllm")
 
@@ -20,16 +20,9 @@ PROMPTS = support.prompts(4)
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """(engine in this process, HF model, trainer): Qwen3-MoE, arm quads, as verl starts it, with dummy weights."""
-    from verl.workers.rollout.vllm_rollout import utils
-
-    folder = tmp_path_factory.mktemp("sync")
-    model = support.make_model(folder, "qwen3_moe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ENV, new_run_id())
-        patch.setattr(utils, "set_death_signal", lambda: None)  # meant for a worker's own process
-        with support.engine(folder, {"mode": "w4a4"}, worker_extension_cls=EXTENSION, load_format="dummy") as llm:
-            yield llm, model, Trainer(llm, 1)
+    """(engine in this process, HF model, trainer), arm quads."""
+    with running_engine(tmp_path_factory.mktemp("sync"), {"mode": "w4a4"}) as running:
+        yield running
 
 
 def test_report_of_a_sync(running):

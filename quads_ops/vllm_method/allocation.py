@@ -14,14 +14,16 @@ class MaskChoiceError(ValueError):
     """No masks can be chosen; the message names worker and layer. Every worker raises it."""
 
 
-def choose_masks(model: torch.nn.Module) -> RollReport:
+def choose_masks(model: torch.nn.Module, report: RollReport) -> RollReport:
     """Choose all masks from what the layers know. A collective. Returns the sums over all workers.
+
+    report: what this worker has to add to them.
 
     Raises:
         MaskChoiceError: on every worker, statistics of one of them that are not finite.
     """
     allocated = shared_budget(model)
-    report, problem = RollReport(), None
+    problem = None
     for projection in projections(model):
         try:
             report += _chosen(projection, allocated.get(projection))

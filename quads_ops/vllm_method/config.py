@@ -19,11 +19,10 @@ from quads_ops import compat, dispatch
 from quads_ops.matrix_plan import quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
-from quads_ops.vllm_method import first_load, names
+from quads_ops.vllm_method import first_load, names, projection
 from quads_ops.vllm_method.compat_vllm import RoutedExperts
 from quads_ops.vllm_method.linear import QuadsLinearMethod
 from quads_ops.vllm_method.moe import QuadsMoEMethod
-from quads_ops.vllm_method.projection import uses_operators
 
 NAME = "quads_nvfp4"
 _OPTIONS = ("targets", "exclude", "group_size", "mode", "residual")
@@ -131,7 +130,7 @@ class QuadsNvfp4Config(QuantizationConfig):
 
     def _start(self, vllm_config: VllmConfig) -> None:
         _check_engine(vllm_config)
-        if uses_operators(torch.device(current_platform.device_type), self.rollout.mode):
+        if projection.uses_operators(torch.device(current_platform.device_type), self.rollout.mode):
             self.rollout.residual.require_kernels()
         self._table = names.table_for(vllm_config.model_config.hf_config.model_type)
         first_load.check_when_built(vllm_config, self._table)

@@ -15,7 +15,7 @@ from quads_ops.settings import SettingsError
 from quads_ops.vllm_method import sensitivity
 from quads_ops.vllm_method.allocation import choose_masks
 from quads_ops.vllm_method.compat_vllm import captures_graphs
-from quads_ops.vllm_method.compensation import Compensation
+from quads_ops.vllm_method.compensation import Compensation, RollReport
 from quads_ops.vllm_method.projection import Projection, projections
 from quads_ops.vllm_method.reload import rac_summary, settle
 
@@ -83,7 +83,7 @@ class QuadsDiagnosis:
         for compensation in compensations:
             compensation.change(**changes)
         with torch.no_grad():
-            return rac_summary(model, choose_masks(model))
+            return rac_summary(model, choose_masks(model, RollReport()))
 
     def quads_set_sensitivity(self, vectors: dict[str, list]) -> None:
         """Give every input its squared gradients, as a weight sync does; masks stay as they are until next chosen.

@@ -99,13 +99,11 @@ class Projection:
         if self.compensation is not None and self.shared_mask:
             tp_reduce_(self.compensation.weight_energy, torch.distributed.ReduceOp.SUM)
 
-    def roll(self) -> RollReport:
+    def roll(self) -> None:
         """Choose new masks for this layer by itself; `reload.settle` does it for all."""
-        if self.compensation is None:
-            return RollReport()
-        report = self.compensation.end_period()
-        report += self.choose()
-        return report
+        if self.compensation is not None:
+            self.compensation.end_period()
+            self.choose()
 
     def choose(self, allocated: torch.Tensor | None = None) -> RollReport:
         """Choose masks (`Compensation.choose`), and bring the weight into their order where it has one."""

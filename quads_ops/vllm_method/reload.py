@@ -186,14 +186,10 @@ def settle(model: torch.nn.Module, reloaded: bool = True) -> RollReport:
         for projection in projections(model):
             if projection.compensation is not None:
                 report += projection.compensation.end_period()
-        total = RollReport()
-        for worker in compat_vllm.tp_gather(report):
-            total += worker
         try:
-            total += choose_masks(model)
+            return choose_masks(model, report)
         except MaskChoiceError as error:
             raise WeightUpdateError(str(error)) from None
-    return total
 
 
 def rac_summary(model: torch.nn.Module, report: RollReport) -> dict[str, float | bool | None] | None:

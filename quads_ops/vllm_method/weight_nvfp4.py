@@ -30,6 +30,7 @@ class Nvfp4Weight(KernelTensors):
     def __init__(self, shards: Sequence[Shard]):
         super().__init__()
         self.shards = tuple(shards)
+        self._stacks = _stacks(self.shards)
         self.changed: dict[str, tuple[int, int]] = {}
         """Matrix -> (codes that the last load changed, codes in all), of this worker's counted shards. Estimated from a
         sample where a sleep discarded the codes before; empty at the first load."""
@@ -92,7 +93,7 @@ class Nvfp4Weight(KernelTensors):
         """Digests of this worker's counted shards. Sum over workers gives those of the whole matrices."""
         entries: dict[str, receipt.Entry] = {}
         packed, block_scales, g = self.packed
-        for stack in _stacks(self.shards):
+        for stack in self._stacks:
             first = stack[0]
             digests = receipt.digest(
                 packed[..., first.rows, :],
@@ -121,12 +122,12 @@ class Nvfp4Weight(KernelTensors):
 
     def _parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """The codes of each stack of shards, two a byte: uint8 [n] or [E, n]."""
-        return [packed[..., stack[0].rows, :].flatten(-2) for stack in _stacks(self.shards)]
+        return [packed[..., stack[0].rows, :].flatten(-2) for stack in self._stacks]
 
     def _count_changed(self, before: list[torch.Tensor], now: list[torch.Tensor]) -> dict[str, tuple[int, int]]:
         """before, now: of each stack of shards all codes, or the same sample of them: uint8 [n] or [E, n]."""
         counts: dict[str, tuple[int, int]] = {}
-        for stack, old, new in zip(_stacks(self.shards), before, now, strict=True):
+        for stack, old, new in zip(self._stacks, before, now, strict=True):
             differs = old ^ new
             changed = (((differs & 0xF) != 0).sum(-1) + ((differs >> 4) != 0).sum(-1)).flatten().tolist()
             size = (stack[0].rows.stop - stack[0].rows.start) * 2 * self["packed"].shape[-1]

@@ -56,7 +56,6 @@ def _check_model(config: DictConfig, settings: QuadsSettings) -> list[str]:
     preflight_model.check_both_sides(config, model)
     preflight_rollout.check_positions(config, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     lines = preflight_model.check(config, settings, model)
-    preflight_rollout.check_graphs(config, settings, preflight_model.quantizes_experts(settings, model))
     preflight_tokenizer.check(config)
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     fewer = "num_hidden_layers" in preflight_model.overrides_of_actor(config)

@@ -118,7 +118,7 @@ def make_job(request: Request):
             model=request.model,
             dtype=DTYPES[request.dtype],
             max_model_len=max(map(len, ids)) + extra,
-            stop_token_ids=_stop_tokens(request.model, tokenizer),
+            stop_token_ids=stop_tokens(request.model, tokenizer),
         ),
         settings=request.settings,
         keys=tuple(dict.fromkeys(keys)),
@@ -130,7 +130,7 @@ def make_job(request: Request):
     )
 
 
-def _stop_tokens(folder: str, tokenizer) -> tuple[int, ...]:
+def stop_tokens(folder: str, tokenizer) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     try:

@@ -15,6 +15,7 @@ from quads_ops.listing import first_names
 from quads_ops.matrix_plan import PlannedParameter, plan_parameters, quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
+from quads_recipe import preflight_rollout
 from quads_recipe.preflight_values import MODEL, ROLLOUT, quantizes, select
 
 PATH = MODEL + "path"
@@ -161,8 +162,8 @@ def check(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list
         Lines that tell what is quantized and what each pattern matched.
 
     Raises:
-        SettingsError: what `quads_ops.matrix_plan.plan_parameters` refuses, or a shard of K that is not a multiple
-            of 16.
+        SettingsError: what `quads_ops.matrix_plan.plan_parameters` refuses, a shard of K that is not a multiple of
+            16, or experts that can't run in CUDA graphs, with these.
     """
     targets = Targets(settings.targets, settings.exclude)
     if not quantizes(settings):
@@ -173,15 +174,8 @@ def check(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list
         _check_liger(config, model, planned)
     for parameter in planned.values():
         _check_shards(parameter, config.actor_rollout_ref.rollout)
+    preflight_rollout.check_graphs(config, settings, any(parameter.projections for parameter in planned.values()))
     return _describe(model, targets, planned)
-
-
-def quantizes_experts(settings: QuadsSettings, model: nn.Module) -> bool:
-    """Whether any fused experts are among what is quantized. Of a plan that `check` has passed."""
-    if not quantizes(settings):
-        return False
-    planned = plan_parameters(model, Targets(settings.targets, settings.exclude))
-    return any(parameter.projections for parameter in planned.values())
 
 
 def _describe(model: nn.Module, targets: Targets, planned: dict[str, PlannedParameter]) -> list[str]:

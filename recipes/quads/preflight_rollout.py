@@ -134,7 +134,7 @@ def check_graphs(config: DictConfig, settings: QuadsSettings, experts: bool) -> 
     """
     mode, name = settings.rollout.mode, ROLLOUT + "enforce_eager"
     eager = select(config, ROLLOUT + "engine_kwargs.vllm.enforce_eager", select(config, name))
-    if config.trainer.device != "cpu" and experts and mode in EAGER_MODES and not eager:
+    if experts and mode in EAGER_MODES and config.trainer.device != "cpu" and not eager:
         raise SettingsError(
             name,
             False,

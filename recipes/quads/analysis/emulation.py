@@ -11,7 +11,7 @@ plain models and on models under FSDP (whose modules run with gathered weights).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,15 +100,11 @@ class Emulation:
         if self._state is not None:
             raise RuntimeError("an emulated forward is running already")
         self._state = _State(leg, residuals or {}, spared, observer)
-        previous = {name: module.__dict__.get("forward") for name, module in self._modules.items()}
         try:
-            self._install()
-            yield
+            with kept_forwards(self._modules.values()):
+                self._install()
+                yield
         finally:
-            for name, module in self._modules.items():
-                module.__dict__.pop("forward", None)
-                if previous[name] is not None:
-                    module.forward = previous[name]
             self._state = None
 
     def _install(self) -> None:
@@ -203,6 +199,19 @@ class _Stand:
 def _own_forward(module: nn.Module):
     """The forward of transformers' class, also of a module that was converted."""
     return getattr(type(module), "quads_original", type(module)).forward
+
+
+@contextmanager
+def kept_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules may be given another forward within it; at the end they have their own again."""
+    previous = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in previous:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
 
 def named_modules(model: nn.Module, wanted: set[str]) -> dict[str, nn.Module]:

@@ -27,7 +27,7 @@ from quads_ops.fake_quant_control import FakeQuantControl, compute_dtype
 from quads_ops.fake_quant_recompute import Source, fake_quantized
 from quads_ops.fake_quant_scales import expert_scales
 from quads_ops.matrix_plan import PlannedParameter
-from quads_recipe.analysis.emulation import named_modules
+from quads_recipe.analysis.emulation import kept_forwards, named_modules
 from quads_recipe.analysis.sites import Site, find_sites
 
 
@@ -116,19 +116,15 @@ class InputGradients:
     @contextmanager
     def watching(self) -> Iterator[Sums]:
         """Forwards within it record, `backward` fills the sums."""
-        previous = {name: module.__dict__.get("forward") for name, module in self._modules.items()}
         embedding = self._model.get_input_embeddings().register_forward_hook(self._embedded)
         try:
             self._sums = Sums(self.sites)
-            self._install()
-            with nullcontext() if self._control is None else self._control.detached():
-                yield self._sums
+            with kept_forwards(self._modules.values()):
+                self._install()
+                with nullcontext() if self._control is None else self._control.detached():
+                    yield self._sums
         finally:
             embedding.remove()
-            for name, module in self._modules.items():
-                module.__dict__.pop("forward", None)
-                if previous[name] is not None:
-                    module.forward = previous[name]
             self._sums, self._joined, self._leaf = None, {}, None
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -106,13 +106,13 @@ def evaluate(job: dict, settings: Settings, problems: Problems) -> dict:
 
 
 def _options(weights: str, tokenizer, settings: Settings) -> EngineOptions:
-    from quads_recipe.diagnose_run import _stop_tokens
+    from quads_recipe.diagnose_run import stop_tokens
 
     return EngineOptions(
         model=weights,
         dtype=settings.dtype,
         max_model_len=settings.max_prompt + settings.max_new + 1,
-        stop_token_ids=_stop_tokens(weights, tokenizer),
+        stop_token_ids=stop_tokens(weights, tokenizer),
         gpu_memory_utilization=_GPU_MEMORY,
     )
 
