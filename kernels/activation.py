@@ -57,6 +57,9 @@ class Quantized(NamedTuple):
     """uint8 [M, kept * 8]: the residual's codes of the first `kept` destination blocks"""
     residual_block_scales: torch.Tensor | None
     """uint8 [M, kept]"""
+    sums: torch.Tensor | None = None
+    """FP16 [M, K], in destination order: (e2m1 * s8 + the same of the residual, where kept) * 2^-10. Both terms are
+    exact in FP16, and their sum is rounded once; NaN where the scale byte is 0x7F. Without `global_scale_dec`."""
 
 
 def quantize(
@@ -70,6 +73,7 @@ def quantize(
     swiglu: bool = False,
     values: torch.dtype | None = None,
     packed: bool = True,
+    sums: bool = False,
 ) -> Quantized:
     """Quantize tokens and the kept part of their residual.
 
@@ -78,7 +82,7 @@ def quantize(
     order: int32 [K/16], or [E, K/16] with experts: a permutation of the blocks, trusted.
     keep: bool [K/16] or [K] (single channels), or [E, ...]: the residual is zeroed elsewhere; needs kept = K/16.
     stats: FP32 [SLOTS, K/16] or [SLOTS, K], or [SLOTS, E, ...]: sum r^2 before the mask is added, in source order.
-    values: dtype in which Xq + Rq is wanted. packed: whether codes and scales are wanted.
+    values: dtype in which Xq + Rq is wanted. packed: whether codes and scales are wanted. sums: whether the sums are.
     Rows that belong to no expert are not written. Raises ValueError on a wrong dtype, device or shape.
     """
     m, k = _check_input(x, swiglu, kept)
@@ -86,7 +90,7 @@ def quantize(
     lead = () if experts is None else (count,)
     mask_channels = _check_mask(order, keep, kept, lead, k, x.device)
     stats_channels = _check_stats(stats, lead, k, x.device)
-    out = _outputs(m, k, kept, values, packed, x.device)
+    out = _outputs(m, k, kept, values, packed, sums, x.device)
     shared = dict(SWIGLU=swiglu, HW=launch.HW)
     flags = dict(MASK_CHANNELS=mask_channels, STATS_CHANNELS=stats_channels, **shared)
     inputs = (
@@ -146,8 +150,10 @@ def _power_of_two(n: int) -> int:
     return triton.next_power_of_2(n) if n else 0
 
 
-def _outputs(m: int, k: int, kept: int, values: torch.dtype | None, packed: bool, device: torch.device) -> Quantized:
-    launch.require(values is not None or packed, "nothing to compute: ask for values, for packed codes, or for both")
+def _outputs(
+    m: int, k: int, kept: int, values: torch.dtype | None, packed: bool, sums: bool, device: torch.device
+) -> Quantized:
+    launch.require(values is not None or packed or sums, "nothing to compute: ask for values, packed codes or sums")
     launch.require(values is None or values in launch.FLOATS, f"values must be one of {launch.FLOATS}, got {values}")
     byte = torch.uint8
     return Quantized(
@@ -157,6 +163,7 @@ def _outputs(m: int, k: int, kept: int, values: torch.dtype | None, packed: bool
         launch.empty((m, k // 16), byte, device) if packed else None,
         launch.empty((m, kept * 8), byte, device) if packed and kept else None,
         launch.empty((m, kept), byte, device) if packed and kept else None,
+        launch.empty((m, k), torch.float16, device) if sums else None,
     )
 
 

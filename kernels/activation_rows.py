@@ -39,7 +39,7 @@ def row_numbers(members_ptr, start, last, R: tl.constexpr):
 @triton.jit
 def quantize_row_tile(
     start, last, kept_total, rest_total, kept_source, rest_source, x_ptr, keep_ptr, members_ptr, g_ptr, values_ptr,
-    packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, K, kept, stride_m, stride_k,
+    packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr, K, kept, stride_m, stride_k,
     SWIGLU: tl.constexpr, STATS: tl.constexpr, MASK_CHANNELS: tl.constexpr, STATS_CHANNELS: tl.constexpr,
     HW: tl.constexpr, R: tl.constexpr, KEPT_TILE: tl.constexpr, REST_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -63,13 +63,13 @@ def quantize_row_tile(
     if KEPT_TILE:
         kept_total = quantize_tile(
             x, amax, g, kept_total, rows, row_ok, kept_source, 0, kept, K, kept, keep_ptr, values_ptr,
-            packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr,
+            packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr,
             True, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE,
         )  # fmt: skip
     if REST_TILE:
         rest_total = quantize_tile(
             x2, amax2, g, rest_total, rows, row_ok, rest_source, kept, width, K, kept, None, values_ptr,
-            packed_ptr, scales_ptr, None, None,
+            packed_ptr, scales_ptr, None, None, sums_ptr,
             False, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, REST_TILE,
         )  # fmt: skip
     return kept_total, rest_total
@@ -88,6 +88,7 @@ def quantize_rows_kernel(
     scales_ptr,  # [M, K/16] uint8, or None
     residual_packed_ptr,  # [M, kept * 8] uint8, or None
     residual_scales_ptr,  # [M, kept] uint8, or None
+    sums_ptr,  # [M, K] fp16, or None
     stats_ptr,  # [SLOTS, E, K/16] or [SLOTS, E, K] fp32, added to, or None
     M,
     K,
@@ -120,13 +121,13 @@ def quantize_rows_kernel(
         for tile_start in range(start, last, tl.num_programs(0) * R):
             kept_total, rest_total = quantize_row_tile(
                 tile_start, last, kept_total, rest_total, kept_source, rest_source, x_ptr, keep_ptr, members_ptr,
-                g_ptr, values_ptr, packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, K, kept,
+                g_ptr, values_ptr, packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr, K, kept,
                 stride_m, stride_k, SWIGLU, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE, REST_TILE,
             )  # fmt: skip
     else:
         kept_total, rest_total = quantize_row_tile(
             start, last, kept_total, rest_total, kept_source, rest_source, x_ptr, keep_ptr, members_ptr,
-            g_ptr, values_ptr, packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, K, kept,
+            g_ptr, values_ptr, packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr, K, kept,
             stride_m, stride_k, SWIGLU, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, KEPT_TILE, REST_TILE,
         )  # fmt: skip
     if STATS:
@@ -168,7 +169,7 @@ def row_scale_kernel(
 @triton.jit
 def quantize_part(
     part, kept_part, x_ptr, order_ptr, keep_ptr, offsets_ptr, members_ptr, g_ptr, values_ptr, packed_ptr, scales_ptr,
-    residual_packed_ptr, residual_scales_ptr, stats_ptr, M, K, kept, stride_m, stride_k,
+    residual_packed_ptr, residual_scales_ptr, sums_ptr, stats_ptr, M, K, kept, stride_m, stride_k,
     KEPT: tl.constexpr, SWIGLU: tl.constexpr, MASK_CHANNELS: tl.constexpr, STATS_CHANNELS: tl.constexpr,
     HW: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +191,7 @@ def quantize_part(
         x = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, source, block_ok, K, SWIGLU, HW)
         total = quantize_tile(
             x, amax_last(x), g, total, rows, row_ok, source, first, last_block, K, kept, keep_ptr, values_ptr,
-            packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr,
+            packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr,
             KEPT, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, B,
         )  # fmt: skip
     if STATS:
@@ -201,7 +202,7 @@ def quantize_part(
 @triton.jit(do_not_specialize=["M"])
 def quantize_parts_kernel(
     x_ptr, order_ptr, keep_ptr, offsets_ptr, members_ptr, g_ptr, values_ptr, packed_ptr, scales_ptr,
-    residual_packed_ptr, residual_scales_ptr, stats_ptr, M, K, kept, stride_m, stride_k,
+    residual_packed_ptr, residual_scales_ptr, sums_ptr, stats_ptr, M, K, kept, stride_m, stride_k,
     SWIGLU: tl.constexpr, MASK_CHANNELS: tl.constexpr, STATS_CHANNELS: tl.constexpr,
     HW: tl.constexpr, R: tl.constexpr, B: tl.constexpr, ANY_KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -213,12 +214,12 @@ def quantize_parts_kernel(
         if part < kept_part:
             quantize_part(
                 part, kept_part, x_ptr, order_ptr, keep_ptr, offsets_ptr, members_ptr, g_ptr, values_ptr, packed_ptr,
-                scales_ptr, residual_packed_ptr, residual_scales_ptr, stats_ptr, M, K, kept, stride_m, stride_k,
-                True, SWIGLU, MASK_CHANNELS, STATS_CHANNELS, HW, R, B,
+                scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr, stats_ptr, M, K, kept, stride_m,
+                stride_k, True, SWIGLU, MASK_CHANNELS, STATS_CHANNELS, HW, R, B,
             )  # fmt: skip
     if part >= kept_part:
         quantize_part(
             part, kept_part, x_ptr, order_ptr, None, offsets_ptr, members_ptr, g_ptr, values_ptr, packed_ptr,
-            scales_ptr, None, None, stats_ptr, M, K, kept, stride_m, stride_k,
+            scales_ptr, None, None, sums_ptr, stats_ptr, M, K, kept, stride_m, stride_k,
             False, SWIGLU, MASK_CHANNELS, STATS_CHANNELS, HW, R, B,
         )  # fmt: skip

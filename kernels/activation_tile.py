@@ -13,6 +13,7 @@ from quads_kernels.rounding import (
     pack_nibbles,
     quantize_blocks,
     to_fp32,
+    with_sign,
 )
 
 
@@ -46,6 +47,15 @@ def store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, w
     pair_ok = row_ok[:, None] & (pair < last * 8)[None, :]
     tl.store(packed_ptr + line * 8 + pair[None, :], pack_nibbles(code, R, B * 16), mask=pair_ok)
     tl.store(scales_ptr + line + block[None, :], byte.to(tl.uint8), mask=row_ok[:, None] & (block < last)[None, :])
+
+
+@triton.jit
+def store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B: tl.constexpr):
+    """FP32 [R, B, 16] times 2^-10, to FP16, at destination blocks first .. first + B of lines of K. FP32 holds the sum
+    of two products e2m1 * s8 exactly, so it is rounded once."""
+    k = (first + tl.arange(0, B))[:, None] * 16 + tl.arange(0, 16)[None, :]
+    at = sums_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]
+    tl.store(at, (unscaled * 0.0009765625).to(tl.float16), mask=row_ok[:, None, None] & block_ok[None, :, None])
 
 
 @triton.jit
@@ -100,6 +110,7 @@ def quantize_tile(
     scales_ptr,
     residual_packed_ptr,
     residual_scales_ptr,
+    sums_ptr,
     KEPT: tl.constexpr,
     STATS: tl.constexpr,
     MASK_CHANNELS: tl.constexpr,
@@ -114,6 +125,8 @@ def quantize_tile(
     if packed_ptr is not None:
         store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, K // 16, R, B)
     value = dequantize_blocks(magnitude, x.to(tl.int32, bitcast=True), scale, g)
+    if sums_ptr is not None:
+        unscaled = with_sign(magnitude * scale[:, :, None], x)
     rest = x - value
     if STATS:
         total += energy(rest, g, STATS_CHANNELS)
@@ -124,6 +137,10 @@ def quantize_tile(
         if packed_ptr is not None:
             store_codes(residual_packed_ptr, residual_scales_ptr, code, byte, rows, row_ok, first, last, kept, R, B)
         value += dequantize_blocks(magnitude, rest.to(tl.int32, bitcast=True), scale, g)
+        if sums_ptr is not None:
+            unscaled += with_sign(magnitude * scale[:, :, None], rest)
+    if sums_ptr is not None:
+        store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B)
     if values_ptr is not None:
         k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
         at = values_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]

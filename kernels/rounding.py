@@ -147,6 +147,13 @@ def quantize_blocks(x, amax, g, HW: tl.constexpr):
 
 
 @triton.jit
+def with_sign(magnitude, x):
+    """FP32 magnitude >= 0 (or NaN) with the sign bit of FP32 x."""
+    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE_BITS)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def dequantize_blocks(magnitude, sign, scale, g):
     """(e2m1 * s8) * g: FP32 [R, B, 16].
 

@@ -11,7 +11,8 @@ from quads_kernels.weight_qdq import weight_decode_kernel, weight_qdq_kernel
 ACTIVATION = {
     "x_ptr": "*bf16", "order_ptr": "*i32", "keep_ptr": "*u8", "offsets_ptr": "*i32", "members_ptr": "*i32",
     "g_ptr": "*fp32", "values_ptr": "*fp32", "packed_ptr": "*u8", "scales_ptr": "*u8", "residual_packed_ptr": "*u8",
-    "residual_scales_ptr": "*u8", "stats_ptr": "*fp32", "M": "i32", "K": "i32", "kept": "i32", "stride_m": "i32",
+    "residual_scales_ptr": "*u8", "sums_ptr": "*fp16", "stats_ptr": "*fp32", "M": "i32", "K": "i32", "kept": "i32",
+    "stride_m": "i32",
 }  # fmt: skip
 WEIGHT = {
     "w_ptr": "*bf16", "g_ptr": "*fp32", "values_ptr": "*bf16", "packed_ptr": "*u8", "scales_ptr": "*u8", "N": "i32",
@@ -57,10 +58,13 @@ def _activations() -> list[Variant]:
         *found,
         _activation("K=2048 kept=64 statistics", 2048, 64, ordered=True, stats="block"),
         _activation("K=2048 channel mask, statistics", 2048, 128, keep="channel", stats="channel"),
+        *(_activation(f"K=2048 kept={kept} sums", 2048, kept, ordered=kept == 64, sums=True) for kept in (0, 64, 128)),
         _activation("K=2048 values", 2048, 128, values=True),
         _activation("K=2048 values, block mask, statistics", 2048, 128, keep="block", values=True, stats="block"),
         _activation("experts K=768 kept=24 swiglu", 768, 24, ordered=True, experts=True, swiglu=True),
         _activation("experts K=768 kept=48 swiglu, statistics", 768, 48, experts=True, swiglu=True, stats="block"),
+        _activation("experts K=768 kept=24 swiglu, sums", 768, 24, ordered=True, experts=True, swiglu=True, sums=True),
+        _activation("K=12288 kept=384 sums", 12288, 384, ordered=True, sums=True),
         _activation("K=12288 kept=384 statistics", 12288, 384, ordered=True, stats="block"),
         Variant(
             "activation | row scale K=12288", row_scale_kernel,
@@ -80,6 +84,7 @@ def _activation(
     values: bool = False,
     experts: bool = False,
     swiglu: bool = False,
+    sums: bool = False,
 ) -> Variant:
     tile = activation.row_tile(k, kept, heavy=bool(keep) or swiglu or stats == "channel")
     warps, registers = tile.pop("num_warps"), tile.pop("maxnreg")
@@ -89,8 +94,10 @@ def _activation(
         *(() if keep else ("keep_ptr",)),
         *(() if experts else ("offsets_ptr",)),
         *(() if stats else ("stats_ptr",)),
-        *(("packed_ptr", "scales_ptr") if values else ("values_ptr",)),
-        *(() if kept and not values else ("residual_packed_ptr", "residual_scales_ptr")),
+        *(() if values else ("values_ptr",)),
+        *(() if sums else ("sums_ptr",)),
+        *(("packed_ptr", "scales_ptr") if values or sums else ()),
+        *(() if kept and not values and not sums else ("residual_packed_ptr", "residual_scales_ptr")),
     ]
     flags = dict(SWIGLU=swiglu, MASK_CHANNELS=keep == "channel", STATS_CHANNELS=stats == "channel", HW=True)
     constants = dict(stride_k=1, **flags, **tile, **dict.fromkeys(absent))

@@ -71,6 +71,20 @@ def quantize_activation(
     return out
 
 
+def sums(rows: PackedActivation) -> torch.Tensor:
+    """(e2m1 * s8 of the activation + the same of its residual, where kept) * 2^-10, FP16 [M, K], in the form's order.
+
+    What `sums` of `quads_kernels.activation.quantize` must equal: each term is exact in FP16, the sum is rounded once,
+    to nearest even, and NaN where the scale byte is 0x7F. The global scale is not in it.
+    """
+    total = nvfp4.unscaled(nvfp4.unpack(rows.packed), rows.block_scales)
+    if rows.residual_packed is not None:
+        total[:, : 2 * rows.residual_packed.shape[1]] += nvfp4.unscaled(
+            nvfp4.unpack(rows.residual_packed), rows.residual_block_scales
+        )
+    return (total * 2.0**-10).half()
+
+
 def _quantize_rows(x: torch.Tensor, form: ResidualForm, stats: torch.Tensor | None) -> PackedActivation:
     blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
     g = token_scale(x)

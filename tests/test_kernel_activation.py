@@ -11,7 +11,7 @@ from support_interpreter import DEVICE, GuardedOutputs, same_bits, skip_unless_f
 
 from quads_kernels import activation, activation_tile, launch
 from quads_kernels.activation import Experts
-from quads_ops import moe_reference, nvfp4, residual
+from quads_ops import moe_reference, nvfp4, packed_activation, residual
 
 in_interpreter = support_interpreter.fixture()
 
@@ -27,6 +27,7 @@ class Expected:
     residual_block_scales: torch.Tensor
     values: torch.Tensor
     rest: torch.Tensor
+    sums: torch.Tensor
 
 
 def reference(x: torch.Tensor, kept: int, order=None, keep=None) -> Expected:
@@ -51,7 +52,9 @@ def reference(x: torch.Tensor, kept: int, order=None, keep=None) -> Expected:
     back = torch.argsort(order)
     values, rest = (t.unflatten(1, (-1, 16))[:, back].flatten(1) for t in (values, rest))
     packed_r = codes_r[:, 0::2] | codes_r[:, 1::2] << 4
-    return Expected(g, nvfp4.pack(codes), scales, packed_r, scales_r, values, rest)
+    rows = packed_activation.PackedActivation(g, nvfp4.pack(codes), scales, packed_r, scales_r)
+    sums = packed_activation.sums(rows if kept else rows._replace(residual_packed=None))
+    return Expected(g, nvfp4.pack(codes), scales, packed_r, scales_r, values, rest, sums)
 
 
 def check(out: activation.Quantized, expected: Expected, kept: int) -> None:
@@ -66,6 +69,12 @@ def check(out: activation.Quantized, expected: Expected, kept: int) -> None:
             assert out.residual_packed is None and out.residual_block_scales is None
     if out.values is not None:
         same_bits(out.values, expected.values.to(out.values.dtype))
+    if out.sums is not None:
+        same_bits(out.sums, expected.sums)
+
+
+def of_rows(out: activation.Quantized, mine: torch.Tensor) -> activation.Quantized:
+    return activation.Quantized(*(None if t is None else t[mine.to(t.device)] for t in out))
 
 
 def check_statistics(stats: torch.Tensor, rest: torch.Tensor) -> None:
@@ -93,7 +102,7 @@ def test_equals_the_reference(m, k, kept, dtype, monkeypatch):
     guarded = GuardedOutputs(monkeypatch)
     stats = torch.zeros(2, k // 16, device=DEVICE)
     on_device, order_there = moved(x, order)
-    out = activation.quantize(on_device, kept=kept, order=order_there, stats=stats, values=torch.float32)
+    out = activation.quantize(on_device, kept=kept, order=order_there, stats=stats, values=torch.float32, sums=True)
     expected = reference(x, kept, order)
     check(out, expected, kept)
     check_statistics(stats, expected.rest)
@@ -129,7 +138,7 @@ def test_hard_inputs(case, kept, monkeypatch):
     x, order = hard_inputs()[case], torch.randperm(16).int()
     guarded = GuardedOutputs(monkeypatch)
     on_device, order_there = moved(x, order)
-    out = activation.quantize(on_device, kept=kept, order=order_there, values=torch.float32)
+    out = activation.quantize(on_device, kept=kept, order=order_there, values=torch.float32, sums=True)
     check(out, reference(x, kept, order), kept)
     guarded.check_margins()
 
@@ -139,7 +148,7 @@ def test_hard_inputs_with_the_division_of_gpus(case, monkeypatch):
     skip_unless_fma_is_exact()
     monkeypatch.setattr(launch, "HW", True)
     x = hard_inputs()[case]
-    check(activation.quantize(x.to(DEVICE), kept=16, values=torch.float32), reference(x, 16), 16)
+    check(activation.quantize(x.to(DEVICE), kept=16, values=torch.float32, sums=True), reference(x, 16), 16)
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
@@ -149,7 +158,7 @@ def test_masks_zero_the_residual_elsewhere(case, granularity, monkeypatch):
     keep = torch.rand(16 if granularity == "block" else 256) < 0.5
     stats = torch.zeros(1, keep.numel(), device=DEVICE)
     guarded = GuardedOutputs(monkeypatch)
-    out = activation.quantize(*moved(x), kept=16, keep=keep.to(DEVICE), stats=stats, values=torch.float32)
+    out = activation.quantize(*moved(x), kept=16, keep=keep.to(DEVICE), stats=stats, values=torch.float32, sums=True)
     expected = reference(x, 16, keep=keep)
     check(out, expected, 16)
     mask = residual.ResidualMask(**{f"{granularity}s": keep})
@@ -169,10 +178,34 @@ def test_values_alone_equal_compensate(residual_kind, dtype):
     same_bits(out.values, residual.compensate(x, "w4a4", residual_kind).to(dtype))
 
 
+@pytest.mark.parametrize("kept", [0, 2, 6])
+def test_sums_alone(kept, monkeypatch):
+    x, order = torch.randn(9, 96).bfloat16(), torch.randperm(6).int()
+    x[4, 50] = torch.inf
+    guarded = GuardedOutputs(monkeypatch)
+    out = activation.quantize(*moved(x), kept=kept, order=order.to(DEVICE), packed=False, sums=True)
+    assert out.values is out.packed is out.block_scales is out.residual_packed is out.residual_block_scales is None
+    check(out, reference(x, kept, order), kept)
+    assert out.sums[4].isnan().all() and out.sums[3].isfinite().all()
+    guarded.check_margins()
+
+
+def test_a_sum_is_rounded_once_in_fp16():
+    """Against FP64, where a sum that needs more than FP16's 11 bits exists."""
+    x = torch.randn(64, 256) * torch.exp2(torch.randint(-6, 3, (64, 16)).float()).repeat_interleave(16, 1)
+    out = activation.quantize(x.to(DEVICE), kept=16, sums=True)
+    first = nvfp4.unscaled(nvfp4.unpack(out.packed.cpu()), out.block_scales.cpu()).double() / 1024
+    second = nvfp4.unscaled(nvfp4.unpack(out.residual_packed.cpu()), out.residual_block_scales.cpu()).double() / 1024
+    assert (first.half() == first).all() and (second.half() == second).all()
+    exact = first + second
+    same_bits(out.sums, exact.half())
+    assert (exact.half() != exact).any(), "these inputs would not tell rounding from none"
+
+
 def test_strided_tokens():
     base = torch.randn(30, 320).bfloat16()
     for x in (base[::3, 32:288], base[:, ::2], base.t()[:64, :16], base[5:6].expand(4, -1)):
-        check(activation.quantize(x.to(DEVICE), kept=1, values=torch.float32), reference(x, 1), 1)
+        check(activation.quantize(x.to(DEVICE), kept=1, values=torch.float32, sums=True), reference(x, 1), 1)
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, "block"), (3, "block"), (50, "channel")])
@@ -205,7 +238,7 @@ def test_rows_too_wide_for_registers(kept, swiglu, monkeypatch):
     guarded = GuardedOutputs(monkeypatch)
     stats = torch.zeros(2, k, device=DEVICE)
     on_device, order_there = moved(source, order)
-    flags = dict(kept=kept, order=order_there, stats=stats, swiglu=swiglu, values=torch.float32)
+    flags = dict(kept=kept, order=order_there, stats=stats, swiglu=swiglu, values=torch.float32, sums=True)
     out = activation.quantize(on_device, **flags)
     expected = reference(x, kept, order)
     check(out, expected, kept)
@@ -236,13 +269,13 @@ def test_experts_have_their_own_order_and_statistics(k, with_stats, monkeypatch)
     on_device, order_there = moved(x, order)
     guarded = GuardedOutputs(monkeypatch)
     out = activation.quantize(
-        on_device, kept=kept, order=order_there, experts=experts, stats=stats, values=torch.float32
+        on_device, kept=kept, order=order_there, experts=experts, stats=stats, values=torch.float32, sums=True
     )
     for e in range(count):
         mine = expert == e
         expected = reference(x[mine], kept, order[e])
         # A wide row's g is computed for every row, whoever it belongs to.
-        check(activation.Quantized(*(t[mine.to(t.device)] for t in out)), expected, kept)
+        check(of_rows(out, mine), expected, kept)
         if with_stats:
             check_statistics(stats[:, e], expected.rest)
     assert (out.packed[-1] == 0xFF).all() and out.values[-1].isnan().all()
@@ -254,10 +287,9 @@ def test_experts_have_their_own_mask():
     expert, experts = expert_rows(12, 3)
     for size in (4, 64):
         keep = torch.rand(3, size) < 0.5
-        out = activation.quantize(x.to(DEVICE), kept=4, keep=keep.to(DEVICE), experts=experts, values=torch.float32)
+        out = activation.quantize(x.to(DEVICE), kept=4, keep=keep.to(DEVICE), experts=experts, sums=True)
         for e in range(3):
-            mine = (expert == e).to(DEVICE)
-            check(activation.Quantized(*(t[mine] for t in out)), reference(x[expert == e], 4, keep=keep[e]), 4)
+            check(of_rows(out, expert == e), reference(x[expert == e], 4, keep=keep[e]), 4)
 
 
 @triton.jit
@@ -311,12 +343,12 @@ def test_swiglu_is_fused(with_experts, dtype, monkeypatch):
         order = torch.stack([torch.randperm(k // 16) for _ in range(3)]).int()
         stats = torch.zeros(1, 3, k // 16, device=DEVICE)
         there, order_there = moved(x, order)
-        flags = dict(kept=kept, order=order_there, experts=experts, stats=stats, swiglu=True, values=torch.float32)
+        flags = dict(kept=kept, order=order_there, experts=experts, stats=stats, swiglu=True, sums=True)
         out = activation.quantize(there, **flags)
         for e in range(3):
             mine = expert == e
             expected = reference(hidden[mine], kept, order[e])
-            check(activation.Quantized(*(t[mine.to(t.device)] for t in out)), expected, kept)
+            check(of_rows(out, mine), expected, kept)
             check_statistics(stats[:, e], expected.rest)
     guarded.check_margins()
 
