@@ -7,7 +7,6 @@ import html
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import support_models
 import support_vllm
 import torch
 from safetensors.torch import load_file, save_file
+from support_browser import SCHEMES, dump_with, needs_browser, screenshot
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe import diagnose, diagnose_html, diagnose_plots
@@ -480,29 +480,12 @@ def test_other_models_by_the_same_command(family, dtype, sums, tmp_path):
 
 # --- in a browser
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium here; Debian and Ubuntu have a package chromium"
-)
-
-
-def browse(folder: Path, page: Path, *options: str) -> str:
-    command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
 
 @needs_browser
 @pytest.mark.integration
-@pytest.mark.parametrize(("scheme", "paper"), [("light", (251, 251, 250)), ("dark", (20, 23, 27))])
+@pytest.mark.parametrize(("scheme", "paper"), SCHEMES)
 def test_the_page_in_a_browser(full, tmp_path, scheme, paper):
-    from PIL import Image
-
-    shot = tmp_path / f"{scheme}.png"
-    setting = f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"
-    browse(tmp_path, full.out / "diagnose.html", setting, "--window-size=1200,2400", f"--screenshot={shot}")
-    image = Image.open(shot).convert("RGB")
-    assert image.size == (1200, 2400)
+    image = screenshot(tmp_path, full.out / "diagnose.html", scheme, (1200, 2400))
     assert image.getpixel((4, 4)) == paper
     colors = {color: count for count, color in image.getcolors(1 << 24)}
     far = [color for color in colors if max(abs(a - b) for a, b in zip(color, paper, strict=True)) > 90]
@@ -517,15 +500,12 @@ def test_the_page_in_a_browser(full, tmp_path, scheme, paper):
 @pytest.mark.parametrize("width", [1200, 1600])
 def test_nothing_is_wider_than_the_window(full, tmp_path, width):
     """Nor does a table have to be scrolled."""
-    script = """<script>
+    script = """
       document.querySelectorAll("details").forEach(d => d.open = true)
       const seen = [document.documentElement.scrollWidth, innerWidth]
       const tables = [...document.querySelectorAll(".scroll")].filter(t => t.scrollWidth > t.clientWidth)
-      document.body.dataset.seen = [...seen, tables.length].join(" ")
-    </script>"""
-    copy = tmp_path / "copy.html"
-    copy.write_text((full.out / "diagnose.html").read_text().replace("</body>", f"{script}</body>"))
-    dom = browse(tmp_path, copy, f"--window-size={width},1000", "--dump-dom")
+      document.body.dataset.seen = [...seen, tables.length].join(" ")"""
+    dom = dump_with(tmp_path, full.out / "diagnose.html", script, width)
     scroll, inner, scrolled = map(int, re.search(r'data-seen="(\d+) (\d+) (\d+)"', dom).groups())
     assert scroll <= inner == width
     assert scrolled == 0

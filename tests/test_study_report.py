@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
 import statistics
-import subprocess
-from pathlib import Path
 
 import pytest
+from support_browser import SCHEMES, dump_with, needs_browser, screenshot
 from support_study import WORLD, about, make_plan, write_evaluation, write_run, write_study
 
 from quads_recipe.diagnose_plots import ARM_COLORS
@@ -306,30 +304,13 @@ def test_labels_at_the_ends_of_lines_do_not_meet():
     assert plots.spread_apart({"a": 0.2, "b": 0.8}, 0.05) == {"a": 0.2, "b": 0.8}
 
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium here; Debian and Ubuntu have a package chromium"
-)
-
-
-def browse(folder: Path, page: Path, *options: str) -> str:
-    command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
-
-
 @needs_browser
 @pytest.mark.integration
-@pytest.mark.parametrize(("scheme", "paper"), [("light", (251, 251, 250)), ("dark", (20, 23, 27))])
+@pytest.mark.parametrize(("scheme", "paper"), SCHEMES)
 def test_the_page_in_a_browser(finished, tmp_path, scheme, paper):
-    from PIL import Image
-
     folder, _ = finished
-    shot = tmp_path / f"{scheme}.png"
-    setting = f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"
-    browse(tmp_path, folder / "report" / "study.html", setting, "--window-size=1200,5000", f"--screenshot={shot}")
-    image = Image.open(shot).convert("RGB")
-    assert image.size == (1200, 5000) and image.getpixel((4, 4)) == paper
+    image = screenshot(tmp_path, folder / "report" / "study.html", scheme, (1200, 5000))
+    assert image.getpixel((4, 4)) == paper
     colors = {color: count for count, color in image.getcolors(1 << 24)}
     for name, color in ARM_COLORS.items():
         mark = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
@@ -340,9 +321,7 @@ def test_the_page_in_a_browser(finished, tmp_path, scheme, paper):
 @pytest.mark.integration
 def test_nothing_is_wider_than_the_window(finished, tmp_path):
     folder, _ = finished
-    script = "<script>document.body.dataset.seen = document.documentElement.scrollWidth + ' ' + innerWidth</script>"
-    copy = tmp_path / "copy.html"
-    copy.write_text((folder / "report" / "study.html").read_text().replace("</body>", f"{script}</body>"))
-    dom = browse(tmp_path, copy, "--window-size=1200,1000", "--dump-dom")
+    script = "document.body.dataset.seen = document.documentElement.scrollWidth + ' ' + innerWidth"
+    dom = dump_with(tmp_path, folder / "report" / "study.html", script, 1200)
     scroll, inner = map(int, re.search(r'data-seen="(\d+) (\d+)"', dom).groups())
     assert scroll <= inner == 1200
