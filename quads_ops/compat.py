@@ -1,6 +1,7 @@
-"""The versions QUADS was tried with, and one check that names what to do about any other.
+"""The versions QUADS was tried with, one check that names what to do about any other, and where they differ.
 
-Only installed metadata is read and nothing heavy is imported: the check costs milliseconds, so it can run first.
+The check only reads installed metadata and imports nothing heavy: it costs milliseconds, so it can run first.
+What differs between versions of vLLM is in `quads_ops.vllm_method.compat_vllm`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TRIED_VERSIONS: dict[str, tuple[str, ...]] = {
     "triton": ("3.9", "3.6"),
     "vllm": ("0.28.0", "0.24.0"),
     "verl": ("0.9.1",),
-    "transformers": ("5.10",),
+    "transformers": ("5.10", "5.9.0"),  # 5.9.0 is what verl 0.9.1 pins in its extras
 }
 
 # The CPU build of vLLM is a distribution of its own name; both import as `vllm`.
@@ -91,6 +92,27 @@ def require_supported(*packages: str) -> None:
     if fatal:
         raise UnsupportedVersion("\n".join(fatal))
     _warn(problems.values())
+
+
+def let_batched_mm_train() -> None:
+    """Give the fused experts' implementation `batched_mm` its own copy of the routing, where it writes into it.
+
+    That of transformers 5.9.0 clamps the caller's `top_k_index` in place. No value changes, but the router keeps the
+    tensor for its backward, and autograd then refuses the backward of any model, converted or not. transformers 5.10
+    clamps a copy: there, and where the implementation was replaced already, this does nothing. The change is to
+    transformers' registry of implementations, so it holds for all models of the process.
+    """
+    if not str(installed_version("transformers")).startswith("5.9."):
+        return
+    from transformers.integrations import moe
+
+    original = moe.batched_mm_experts_forward
+
+    def on_a_copy(self, hidden_states, top_k_index, top_k_weights):
+        return original(self, hidden_states, top_k_index.clone(), top_k_weights)
+
+    if moe.ALL_EXPERTS_FUNCTIONS["batched_mm"] is original:
+        moe.ALL_EXPERTS_FUNCTIONS.register("batched_mm", on_a_copy)
 
 
 def _requirement(package: str, version: str) -> str:

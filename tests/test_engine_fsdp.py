@@ -234,6 +234,14 @@ def test_arms(one, arm, converted, receipts):
     assert result["mode_none"] is None
 
 
+@pytest.mark.parametrize("arm", ["bf16", "quads"])
+def test_batched_mm_trains_in_arms_that_convert_and_in_those_that_do_not(one, arm):
+    result = one["batched"][arm]
+    assert "error" not in result, result["error"]
+    norms = result["grad_norms"]
+    assert norms["batched_mm"] == pytest.approx(norms["grouped_mm"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "case,message",
     [

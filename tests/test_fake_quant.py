@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import support_models
 import torch
 import torch.nn.functional as F
+from transformers.integrations import moe
 
-from quads_ops import fake_quant_recompute, nvfp4
+from quads_ops import compat, fake_quant_recompute, nvfp4
 from quads_ops.fake_quant import convert
 from quads_ops.residual import compensate
 from quads_ops.targets import Targets
@@ -32,6 +36,8 @@ def build(family: str, experts: str | None = "grouped_mm", **kwargs):
     model = support_models.tiny_model(family, **kwargs)
     if family in support_models.MOE_FAMILIES:
         model.set_experts_implementation(experts)
+        if experts == "batched_mm":
+            compat.let_batched_mm_train()  # for the models compared with; `convert` does it for its own
     return model
 
 
@@ -84,6 +90,51 @@ def test_loss_and_gradients_equal_those_of_rounded_weights(family, experts):
     got = loss_and_gradients(model)
     assert_equal(got, expected)
     assert abs(got[0] - plain[0]) > 1e-4  # so rounding matters here at all
+
+
+@pytest.fixture
+def batched_mm_of_5_9(monkeypatch):
+    """transformers' `batched_mm` as 5.9.0 has it: it clamps the routing in place."""
+    original = moe.batched_mm_experts_forward
+
+    def clamps_in_place(self, hidden_states, top_k_index, top_k_weights):
+        top_k_index.clamp_(0, self.num_experts - 1)
+        return original(self, hidden_states, top_k_index.clone(), top_k_weights)
+
+    monkeypatch.setattr(compat, "installed_version", {"transformers": "5.9.0"}.get)
+    monkeypatch.setattr(moe, "batched_mm_experts_forward", clamps_in_place)
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "batched_mm", clamps_in_place)
+
+
+@pytest.mark.parametrize("family", support_models.MOE_FAMILIES)
+def test_batched_mm_trains_though_it_clamps_the_routing_in_place(family, batched_mm_of_5_9):
+    model = support_models.tiny_model(family)
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_and_gradients(model)
+    stock = copy.deepcopy(model)
+    convert(model, Targets("all_linear"), "w4a16")
+    assert_equal(loss_and_gradients(model), loss_and_gradients(rounded(stock)))
+
+
+def test_the_accepted_transformers_trains_with_batched_mm_once_it_is_let():
+    """The installed one as it is, in a process where nothing else was imported, and what was changed in it."""
+    code = (
+        "import support_models; from transformers import __version__; from transformers.integrations import moe\n"
+        "from quads_ops import compat\n"
+        "before = moe.ALL_EXPERTS_FUNCTIONS['batched_mm']\n"
+        "for _ in range(2):\n"
+        "    compat.let_batched_mm_train()\n"
+        "    print(__version__, moe.ALL_EXPERTS_FUNCTIONS['batched_mm'] is before)\n"
+        "    model, batch = support_models.tiny_model('qwen3_moe'), support_models.tiny_batch()\n"
+        "    model.set_experts_implementation('batched_mm')\n"
+        "    model(batch, labels=batch).loss.backward()\n"
+    )
+    folder = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    version, untouched = done.stdout.splitlines()[-1].split()
+    assert untouched == str(not version.startswith("5.9."))  # 5.10 is left as it is
 
 
 @pytest.mark.parametrize("family,experts", [("qwen3", None), ("qwen2_moe", "eager"), ("qwen2_moe", "grouped_mm")])

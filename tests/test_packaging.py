@@ -115,7 +115,14 @@ def run(code: str, cwd: Path, **environment: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("folder", ["", "tests"], ids=["root", "tests"])
+# 5.9 takes any folder on the path for the package of its name. It asks where flash attention is wanted and missing,
+# which the preflight refuses (test_preflight_gpu.py), and for its `use_kernels`, which verl does not set.
+MISLED = pytest.mark.xfail(
+    str(compat.installed_version("transformers")).startswith("5.9."), strict=True, reason="fixed in transformers 5.10"
+)
+
+
+@pytest.mark.parametrize("folder", [pytest.param("", marks=MISLED, id="root"), pytest.param("tests", id="tests")])
 def test_transformers_is_not_misled_from_here(folder):
     code = "from transformers.utils import is_kernels_available as f; import importlib.util as u; f(); print('fine')"
     assert run(code, ROOT / folder) == "fine"

@@ -1,5 +1,7 @@
 """What only a run on GPUs meets, as far as it is decided before Ray starts. No GPU is needed: torch is told of one."""
 
+from importlib.machinery import ModuleSpec, PathFinder
+
 import pytest
 from support_preflight import MODEL, changed, compose_config, of, save_inputs
 
@@ -29,7 +31,8 @@ def machine(monkeypatch, tmp_path):
     def make(gpu=True, cpus=64, packages=()):
         monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
         monkeypatch.setattr("os.cpu_count", lambda: cpus)
-        monkeypatch.setattr(preflight_attention, "find_spec", lambda name: True if name in packages else None)
+        found = {name: ModuleSpec(name, None, origin=f"{name}/__init__.py") for name in packages}
+        monkeypatch.setattr(preflight_attention, "find_spec", found.get)
 
     make()
     return make
@@ -120,6 +123,15 @@ def test_flash_attention_that_is_not_installed(composed, machine):
         preflight_attention.check(composed)
     machine(gpu=False)  # the workers' packages can't be seen from here
     preflight_attention.check(composed)
+
+
+def test_a_folder_named_as_the_package_is_not_the_package(composed, machine, monkeypatch, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    found = {"kernels": PathFinder.find_spec("kernels", [str(tmp_path)])}
+    assert found["kernels"] is not None
+    monkeypatch.setattr(preflight_attention, "find_spec", found.get)
+    with pytest.raises(SettingsError, match="needs the package flash-attn"):
+        preflight_attention.check(composed)
 
 
 @pytest.mark.parametrize("name", ["ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"])

@@ -17,6 +17,7 @@ from verl.utils.model import convert_weight_keys
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from quads_ops import compat
 from quads_ops.fake_quant import convert
 from quads_ops.fake_quant_control import FakeQuantControl
 from quads_ops.listing import first_names
@@ -56,6 +57,7 @@ class QuadsFSDPEngine(FSDPEngineWithLMHead):
         self.sensitivities: dict[str, torch.Tensor] | None = None
         if self.settings is not None:
             self._check_config()
+            compat.let_batched_mm_train()  # in arms that convert nothing, too
 
     def _check_config(self) -> None:
         if self._is_lora:

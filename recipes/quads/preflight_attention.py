@@ -33,9 +33,15 @@ def _check_package(config: DictConfig, chosen: str) -> None:
     """Only where this machine has a GPU, as those of the workers: another may have other packages."""
     if config.trainer.device != "cuda" or not torch.cuda.is_available() or chosen != _DEFAULT:
         return
-    if find_spec("flash_attn") is None and find_spec("kernels") is None:  # transformers takes either
+    if not _installed("flash_attn") and not _installed("kernels"):  # transformers takes either
         raise SettingsError(
             NAME,
             chosen,
             f"needs the package flash-attn, which is not installed; install it (docs/install.md), or set +{NAME}=sdpa",
         )
+
+
+def _installed(package: str) -> bool:
+    """A mere folder of that name on the path, as a checkout's own `kernels` is when it is worked in, is no package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
