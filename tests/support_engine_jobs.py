@@ -117,11 +117,11 @@ def two_ranks(folder: Path) -> dict:
 
 def one_rank(folder: Path) -> dict:
     return {
+        "batched": batched(folder),
         "runs": all_runs(folder),
         "resume": resumes(folder),
         "stock": {s: attempt(stock, folder, s) for s in ("fsdp2", "fsdp")},
         "arms": {arm: attempt(arm_run, folder, arm) for arm in ("bf16", "fp8", "naive", "symmetric")},
-        "batched": {arm: attempt(batched_run, folder, arm) for arm in ("bf16", "quads")},
         "refused": refusals(folder),
         "registry": attempt(registry),
         "unpatched": {s: attempt(unpatched, folder, s) for s in ("fsdp2", "fsdp")},
@@ -174,6 +174,11 @@ def batched_run(folder: Path, arm: str) -> dict:
         engine = support_engine.build_engine(folder / name, quads={"arm": arm})
         steps[engine.module.config._experts_implementation] = support_engine.train_step(engine, support_engine.batch())
     return {"grad_norms": steps}
+
+
+def batched(folder: Path) -> dict:
+    """Comes before any conversion, which would let `batched_mm` train in the whole process; so does bf16."""
+    return {arm: attempt(batched_run, folder, arm) for arm in ("bf16", "quads")}
 
 
 def refusals(folder: Path) -> dict[str, str]:
