@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 FEW_TOKENS = (16, 32, 64)
-"""Token tiles of the form with weights on the M side. Above the last one, tokens are on the M side."""
+"""Token tiles for decoding, weights on the M side. Above the last one are the tables for many tokens."""
 
 
 def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
@@ -57,13 +57,21 @@ DECODE = {
     "native_sm100": _few((16, 128, 128, 4, 6), (32, 128, 256, 4, 4), (64, 128, 256, 8, 3)),
     "native_sm120": _few((16, 64, 256, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
 }  # fmt: skip
-# The first is the default.
+# From codes, tokens on the M side. The first is the default. Emulated, this is the exact form: it runs on demand.
 PREFILL = {
-    "emulated_mma": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
-    "emulated": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3)),
+    "emulated_mma": (Tile(128, 128, 64, 8, 3),),
+    "emulated": (Tile(128, 256, 64, 8, 3),),
     "emulated_sm100": (Tile(64, 64, 64, 4, 3),),
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 128, 8, 4)),
     "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
+}
+# From FP16 sums, which have 3.6 times the bytes of a weight: a wide side of weights saves traffic. On Hopper scales must
+# be copied asynchronously (weights * k >= 2048 * warps), or Triton takes the weight through shared memory. Two programs
+# of the second tile fit in a multiprocessor: for outputs that are short of tiles, or of steps along K.
+SUMS = {
+    "emulated_mma": (Tile(128, 128, 64, 8, 3, True),),
+    "emulated": (Tile(128, 256, 64, 8, 4, True), Tile(128, 128, 64, 4, 4, True)),
+    "emulated_sm100": (Tile(64, 128, 64, 4, 3, True),),
 }
 INTERPRETER = Tile(64, 64, 128, 4, 1)
 
@@ -107,38 +115,56 @@ def rows_per_expert(pairs: int, experts: int) -> int:
     return math.ceil(pairs / max(1, min(pairs, experts)))
 
 
-def dense_candidates(capability: int, native: bool, tokens: int) -> tuple[Tile, ...]:
-    """Tiles for a product with this many tokens."""
+def local_pairs(pairs: int, experts: int, everywhere: int | None) -> int:
+    """Expected (token, expert) pairs of this rank, which has `experts` of the experts that are everywhere; None: all."""
+    return pairs if everywhere is None else math.ceil(pairs * experts / max(everywhere, experts, 1))
+
+
+def dense_candidates(capability: int, native: bool, tokens: int, sums: bool = False) -> tuple[Tile, ...]:
+    """Tiles for a product with this many tokens, from codes or from sums."""
     if capability == 0:
-        return (INTERPRETER._replace(weights_on_m=few_tokens(tokens)),)
+        return (INTERPRETER._replace(weights_on_m=sums or few_tokens(tokens)),)
     name = table_name(capability, native)
+    if sums:
+        return SUMS[name]
     for size in FEW_TOKENS:
         if tokens <= size:
             return DECODE[name][size]
     return PREFILL[name]
 
 
-def grouped_candidates(capability: int, native: bool, pairs: int, experts: int) -> tuple[Tile, ...]:
+def grouped_candidates(capability: int, native: bool, pairs: int, experts: int, sums: bool = False) -> tuple[Tile, ...]:
     """Tiles for `pairs` (token, expert) pairs spread over `experts` experts."""
-    return dense_candidates(capability, native, rows_per_expert(pairs, experts))
+    return dense_candidates(capability, native, rows_per_expert(pairs, experts), sums)
 
 
 def choose_dense(
-    capability: int, native: bool, tokens: int, n: int, k: int, processors: int = 1, gpu: str = ""
+    capability: int,
+    native: bool,
+    tokens: int,
+    n: int,
+    k: int,
+    processors: int = 1,
+    gpu: str = "",
+    sums: bool = False,
 ) -> Tile:
     """The tile for [tokens, k] x [n, k] on a device with this many multiprocessors: tuned for this GPU, or default."""
-    candidates = dense_candidates(capability, native, tokens)
-    return _tuned(candidates, gpu, dense_key(native, tokens, n, k)) or _widest(candidates, 1, n, processors)
+    return _choose_dense(capability, native, tokens, n, k, processors, _owner(gpu), sums, tuned_path())
 
 
 def choose_grouped(
-    capability: int, native: bool, pairs: int, experts: int, n: int, k: int, processors: int = 1, gpu: str = ""
+    capability: int,
+    native: bool,
+    pairs: int,
+    experts: int,
+    n: int,
+    k: int,
+    processors: int = 1,
+    gpu: str = "",
+    sums: bool = False,
 ) -> Tile:
     """The tile of a grouped product; as `choose_dense`."""
-    candidates = grouped_candidates(capability, native, pairs, experts)
-    return _tuned(candidates, gpu, grouped_key(native, pairs, experts, n, k)) or _widest(
-        candidates, min(pairs, experts), n, processors
-    )
+    return _choose_grouped(capability, native, pairs, experts, n, k, processors, _owner(gpu), sums, tuned_path())
 
 
 def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
@@ -152,40 +178,58 @@ def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
     return 1 << (limit.bit_length() - 1) if limit > 1 else 1
 
 
-def dense_key(native: bool, tokens: int, n: int, k: int) -> str:
+def dense_key(native: bool, tokens: int, n: int, k: int, sums: bool = False) -> str:
     """Products that share a tuned tile: tokens are rounded up to a power of two."""
-    return f"dense native={native} tokens={_bucket(tokens)} n={n} k={k}"
+    return f"dense native={native} sums={sums} tokens={_bucket(tokens)} n={n} k={k}"
 
 
-def grouped_key(native: bool, pairs: int, experts: int, n: int, k: int) -> str:
-    return f"grouped native={native} pairs={_bucket(pairs)} experts={experts} n={n} k={k}"
+def grouped_key(native: bool, pairs: int, experts: int, n: int, k: int, sums: bool = False) -> str:
+    return f"grouped native={native} sums={sums} pairs={_bucket(pairs)} experts={experts} n={n} k={k}"
 
 
-def tuned_path() -> Path:
-    """The cache file of tuned tiles: $QUADS_TUNED_TILES, or tuned_tiles.json in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "quads" / "tuned_tiles.json"
-    return Path(os.environ.get("QUADS_TUNED_TILES", default))
+def tuned_path() -> str:
+    """The cache file of tuned tiles: $QUADS_TUNED_TILES, or tuned_tiles.json in the user's cache.
+
+    Read once in a process, and again after `save_tuned`, or where the variable names another file.
+    """
+    return os.environ.get("QUADS_TUNED_TILES") or _default_path(os.environ.get("XDG_CACHE_HOME"))
 
 
 def save_tuned(gpu: str, winners: dict[str, Tile]) -> Path:
     """Add winners (keys from `dense_key`, `grouped_key`) for a GPU, and return the file."""
-    path = tuned_path()
-    content = _load(path)
+    path = Path(tuned_path())
+    content = _load(str(path))
     content.setdefault(_owner(gpu), {}).update({key: list(tile) for key, tile in winners.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    _load.cache_clear()
+    for cached in (_load, _choose_dense, _choose_grouped):
+        cached.cache_clear()
     return path
 
 
-def _tuned(candidates: tuple[Tile, ...], gpu: str, key: str) -> Tile | None:
-    wanted = _load(tuned_path()).get(_owner(gpu), {}).get(key)
+# A product asks on the host before each launch: an answer is kept for its sizes and for the file.
+@functools.lru_cache(2**14)
+def _choose_dense(capability, native, tokens, n, k, processors, owner, sums, path) -> Tile:
+    candidates = dense_candidates(capability, native, tokens, sums)
+    tuned = _tuned(candidates, owner, dense_key(native, tokens, n, k, sums), path)
+    return tuned or _widest(candidates, math.ceil(tokens / candidates[0].tokens), n, processors)
+
+
+@functools.lru_cache(2**14)
+def _choose_grouped(capability, native, pairs, experts, n, k, processors, owner, sums, path) -> Tile:
+    candidates = grouped_candidates(capability, native, pairs, experts, sums)
+    tuned = _tuned(candidates, owner, grouped_key(native, pairs, experts, n, k, sums), path)
+    return tuned or _widest(candidates, min(pairs, experts), n, processors)
+
+
+def _tuned(candidates: tuple[Tile, ...], owner: str, key: str, path: str) -> Tile | None:
+    wanted = _load(path).get(owner, {}).get(key)
     # Only a tile that this version lists: others were never inspected.
     return next((tile for tile in candidates if list(tile) == wanted), None)
 
 
 def _widest(candidates: tuple[Tile, ...], groups: int, n: int, processors: int) -> Tile:
-    """The first tile; for few tokens the first that still occupies every multiprocessor, else the last."""
+    """The first tile; with weights on the M side the first that still occupies every multiprocessor, else the last."""
     if not candidates[0].weights_on_m:
         return candidates[0]
     return next((tile for tile in candidates if groups * (n // tile.weights) >= processors), candidates[-1])
@@ -200,5 +244,10 @@ def _owner(gpu: str) -> str:
 
 
 @functools.cache
-def _load(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _default_path(cache_home: str | None) -> str:
+    return str(Path(cache_home or Path.home() / ".cache") / "quads" / "tuned_tiles.json")
+
+
+@functools.cache
+def _load(path: str) -> dict:
+    return json.loads(Path(path).read_text()) if Path(path).exists() else {}

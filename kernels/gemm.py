@@ -1,9 +1,10 @@
-"""Dense W4A4 product with residual for many tokens: tokens on the M side of the tile.
+"""Dense W4A4 product with residual for many tokens, from codes: tokens on the M side of the tile.
 
     y[m, n] = g[m] * gw * (sum_k x[m, k] w[n, k] + sum_{k < k_res} r[m, k] w[n, k]) + bias[n]
 
 x, r, w are E2M1 codes times E4M3 block scales, exact in FP16 and in the tensor core; sums are FP32. See
-`quads_kernels.gemm_loop` for the K loop and `quads_kernels.gemm_decode` for few tokens. `w4a4_gemm` picks the form.
+`quads_kernels.gemm_loop` for the K loop, `quads_kernels.gemm_decode` for few tokens, and `quads_kernels.gemm_sums` for
+many tokens whose residual is in a sum. `w4a4_gemm` picks the form.
 """
 
 import torch
@@ -15,7 +16,8 @@ from quads_kernels.activation import Quantized
 from quads_kernels.gemm_decode import launch_decode
 from quads_kernels.gemm_epilogue import biased, scaled
 from quads_kernels.gemm_launch import (
-    SUM_NEEDS_EMULATED,
+    GROUP,
+    check_form,
     check_out_dtype,
     check_rows,
     check_weight,
@@ -25,10 +27,9 @@ from quads_kernels.gemm_launch import (
     run,
 )
 from quads_kernels.gemm_loop import accumulate
+from quads_kernels.gemm_sums import launch_sums
+from quads_kernels.gemm_tile import EMULATED_EPILOGUE_SCALE
 from quads_kernels.rounding import cast
-
-GROUP = 8
-"""Tiles of tokens that run side by side through the columns, so that they share weights in the L2 cache."""
 
 
 @triton.jit(do_not_specialize=["kept_units", "M"])
@@ -49,7 +50,6 @@ def w4a4_gemm_kernel(
     K: tl.constexpr,
     KEPT_UNIT: tl.constexpr,
     GW_PER_ROW: tl.constexpr,
-    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
@@ -72,11 +72,11 @@ def w4a4_gemm_kernel(
     acc = tl.zeros((TM, TN), tl.float32)
     acc = accumulate(
         acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept_units,
-        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, KEPT_UNIT, r_ptr is not None, SUM_RESIDUAL, NATIVE, False,
+        w_ptr, ws_ptr, n.to(tl.int64), n_ok, 0, K, K, KEPT_UNIT, r_ptr is not None, NATIVE, False,
         TM, TN, BK, WARPS, HW,
     )  # fmt: skip
     g = tl.load(g_ptr + m, mask=m_ok, other=0.0)
-    out = scaled(acc, g, gw_ptr, n, n_ok, GW_PER_ROW, NATIVE)
+    out = scaled(acc, g, gw_ptr, n, n_ok, GW_PER_ROW, 1.0 if NATIVE else EMULATED_EPILOGUE_SCALE)
     out = biased(out, bias_ptr, n, n_ok, HW)
     out = cast(out, out_ptr.dtype.element_ty, HW)
     tl.store(out_ptr + rows[:, None] * N + n[None, :], out, mask=m_ok[:, None] & n_ok[None, :])
@@ -88,55 +88,56 @@ def w4a4_gemm(
     *,
     out_dtype: torch.dtype,
     native: bool,
-    sum_residual: bool = False,
     bias: torch.Tensor | None = None,
     tile: configs.Tile | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Multiply quantized activations with a quantized weight, with or without residual: out_dtype [M, N].
 
-    rows: activations [M, K] with packed codes, from `quads_kernels.activation.quantize`.
+    rows: activations [M, K] from `quads_kernels.activation.quantize`: packed codes, or, emulated only, sums (in the
+        order of `quads_kernels.sum_order`), which have the residual in them and cost one product.
     weight: has `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16], both with K in the order of the activations,
         and `global_scale_dec` FP32: one number ([] or [1]) or one for each row of the weight ([N]).
     out_dtype: FP32, FP16 or BF16. bias: any of them, [N], added in FP32.
     native: multiply in the NVFP4 tensor core (Blackwell) instead of emulating.
-    sum_residual: emulated only: add activation and residual in FP16 and multiply once. Cheaper; errs by up to 2^-12 of
-        each summand where the sum needs more than 11 bits.
     tile, splits: override the choice of `quads_kernels.configs`; splits needs a tile with weights on the M side.
     Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
     """
     m, k, kept, device = check_rows(rows)
     n = check_weight(weight, (), k, device)
     _check_epilogue(weight.global_scale_dec, bias, out_dtype, n, device)
-    launch.require(not (native and sum_residual), SUM_NEEDS_EMULATED)
-    sm = launch.capability(device)
-    tile = tile or configs.choose_dense(sm, native, m, n, k, processors(device), gpu_name(device))
-    if native and sm:
-        configs.check_native(tile, sm)
+    sm, sums = launch.capability(device), rows.sums is not None
+    tile = tile or configs.choose_dense(sm, native, m, n, k, processors(device), gpu_name(device), sums=sums)
+    check_form(tile, sm, native, sums)
+    splittable = tile.weights_on_m and not sums
+    launch.require(
+        splittable or splits in (None, 1), f"splits={splits} needs codes and weights on the M side of {tile}"
+    )
     out = launch.empty((m, n), out_dtype, device)
     if m == 0:
         return out
-    if tile.weights_on_m:
-        launch_decode(rows, kept, weight, bias, out, tile, splits, NATIVE=native, SUM_RESIDUAL=sum_residual)
+    if sums:
+        launch_sums(rows, weight, bias, out, tile)
+    elif tile.weights_on_m:
+        launch_decode(rows, kept, weight, bias, out, tile, splits, native)
     else:
-        launch.require(splits in (None, 1), f"splits={splits} needs a tile with weights on the M side, not {tile}")
-        _launch_prefill(rows, kept, weight, bias, out, tile, NATIVE=native, SUM_RESIDUAL=sum_residual)
+        _launch_prefill(rows, kept, weight, bias, out, tile, native)
     return out
 
 
-def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, **form: bool) -> None:
+def _launch_prefill(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, native: bool) -> None:
     m, n = out.shape
     units, unit = kept_units(kept)
     run(
         w4a4_gemm_kernel,
         (triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.weights),),
         out.device,
-        form["NATIVE"],
+        native,
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec, bias, out,
         units, m,
         N=n, K=2 * rows.packed.shape[1], KEPT_UNIT=unit, GW_PER_ROW=weight.global_scale_dec.numel() > 1,
-        **form, TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP,
+        NATIVE=native, TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP,
         WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from quads_kernels.activation import Quantized
 from quads_kernels.gemm_epilogue import biased, scaled
 from quads_kernels.gemm_launch import kept_units, processors, run
 from quads_kernels.gemm_loop import accumulate
+from quads_kernels.gemm_tile import EMULATED_EPILOGUE_SCALE
 from quads_kernels.rounding import cast
 
 REDUCE_COLUMNS = 1024
@@ -39,7 +40,6 @@ def w4a4_decode_kernel(
     K_SHARE: tl.constexpr,
     KEPT_UNIT: tl.constexpr,
     GW_PER_ROW: tl.constexpr,
-    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
@@ -62,7 +62,7 @@ def w4a4_decode_kernel(
     acc = accumulate(
         acc, x_ptr, xs_ptr, rows, m_ok, r_ptr, rs_ptr, kept_units, w_ptr, ws_ptr, n.to(tl.int64), n_ok,
         share * K_SHARE, min(share * K_SHARE + K_SHARE, K),
-        K, KEPT_UNIT, r_ptr is not None, SUM_RESIDUAL, NATIVE, True, TM, TN, BK, WARPS, HW,
+        K, KEPT_UNIT, r_ptr is not None, NATIVE, True, TM, TN, BK, WARPS, HW,
     )  # fmt: skip
     out = tl.trans(acc)
     at = out_ptr + rows[:, None] * N + n[None, :]
@@ -71,7 +71,7 @@ def w4a4_decode_kernel(
         tl.store(at + share.to(tl.int64) * M * N, out, mask=ok)
     else:
         g = tl.load(g_ptr + m, mask=m_ok, other=0.0)
-        out = scaled(out, g, gw_ptr, n, n_ok, GW_PER_ROW, NATIVE)
+        out = scaled(out, g, gw_ptr, n, n_ok, GW_PER_ROW, 1.0 if NATIVE else EMULATED_EPILOGUE_SCALE)
         out = biased(out, bias_ptr, n, n_ok, HW)
         tl.store(at, cast(out, out_ptr.dtype.element_ty, HW), mask=ok)
 
@@ -99,12 +99,12 @@ def add_shares_kernel(
     for share in range(SHARES):
         total += tl.load(partial_ptr + (share * M + m) * N + n, mask=n_ok, other=0.0)
     g = tl.load(g_ptr + m + tl.zeros((1,), tl.int32))
-    out = scaled(total[None, :], g, gw_ptr, n, n_ok, GW_PER_ROW, NATIVE)
+    out = scaled(total[None, :], g, gw_ptr, n, n_ok, GW_PER_ROW, 1.0 if NATIVE else EMULATED_EPILOGUE_SCALE)
     out = biased(out, bias_ptr, n, n_ok, HW)
     tl.store(out_ptr + m * N + n[None, :], cast(out, out_ptr.dtype.element_ty, HW), mask=n_ok[None, :])
 
 
-def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, splits, **form: bool) -> None:
+def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, splits, native: bool) -> None:
     """Fill `out` [M, N]. Arguments are checked by `quads_kernels.gemm.w4a4_gemm`; splits: None for the default."""
     (m, n), k, device = out.shape, 2 * rows.packed.shape[1], out.device
     if splits is None:
@@ -118,11 +118,11 @@ def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, t
         w4a4_decode_kernel,
         (triton.cdiv(n, tile.weights), triton.cdiv(m, tile.tokens), shares),
         device,
-        form["NATIVE"],
+        native,
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec, bias, target, units, m,
         N=n, K=k, K_SHARE=min(share, k), KEPT_UNIT=unit, TM=tile.tokens, TN=tile.weights, BK=tile.k,
-        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages, GW_PER_ROW=per_row, **form,
+        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages, GW_PER_ROW=per_row, NATIVE=native,
     )  # fmt: skip
     if shares > 1:
         run(
@@ -131,5 +131,5 @@ def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, t
             device,
             False,
             target, rows.global_scale_dec, weight.global_scale_dec, bias, out, m,
-            N=n, SHARES=shares, TN=REDUCE_COLUMNS, num_warps=4, GW_PER_ROW=per_row, NATIVE=form["NATIVE"],
+            N=n, SHARES=shares, TN=REDUCE_COLUMNS, num_warps=4, GW_PER_ROW=per_row, NATIVE=native,
         )  # fmt: skip

@@ -3,15 +3,15 @@
 import triton
 import triton.language as tl
 
-from quads_kernels.gemm_tile import EMULATED_EPILOGUE_SCALE
 from quads_kernels.rounding import to_fp32
 
 
 @triton.jit
-def scaled(acc, g_rows, gw_ptr, columns, columns_ok, GW_PER_ROW: tl.constexpr, NATIVE: tl.constexpr):
-    """acc [TM, TN] * g of each token [TM] * g of the weight: one for the matrix, or one for each of its rows."""
-    if not NATIVE:
-        acc = acc * EMULATED_EPILOGUE_SCALE
+def scaled(acc, g_rows, gw_ptr, columns, columns_ok, GW_PER_ROW: tl.constexpr, SCALE: tl.constexpr):
+    """acc [TM, TN] * SCALE, a power of two, * g of each token [TM] * g of the weight: one for the matrix, or one for each
+    of its rows."""
+    if SCALE != 1:
+        acc = acc * SCALE
     acc = acc * g_rows[:, None]
     if GW_PER_ROW:
         return acc * tl.load(gw_ptr + columns, mask=columns_ok, other=0.0)[None, :]

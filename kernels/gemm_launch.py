@@ -8,17 +8,30 @@ import torch
 import triton
 
 from quads_kernels.activation import Quantized
+from quads_kernels.configs import check_native
 from quads_kernels.launch import FLOATS, HW, capability, require, require_k, require_tensor
 
 NATIVE_INSTRUCTION = "mxf4nvf4"
 """In the PTX of every kernel that multiplies NVFP4 in the tensor core."""
 
-SUM_NEEDS_EMULATED = "sum_residual adds in FP16 and needs the emulated form; native multiplies twice"
+GROUP = 8
+"""Tiles of tokens that run side by side through the columns, so that they share weights in the L2 cache."""
 
 
 def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
-    """(M, K, blocks whose residual is kept, device) of quantized activations, or a ValueError naming what is wrong."""
-    require(rows.packed is not None, "the product needs packed codes; quantize activations with packed=True")
+    """(M, K, blocks whose residual is kept, device) of quantized activations, or a ValueError naming what is wrong.
+
+    Sums have their residual in them: they keep 0 blocks."""
+    if rows.sums is not None:
+        require(rows.packed is None, "activations hold both sums and packed codes; ask quantize for one of them")
+        require(rows.sums.dim() == 2, f"sums must have shape [M, K], got {tuple(rows.sums.shape)}")
+        (m, k), device = rows.sums.shape, rows.sums.device
+        require_k(k)
+        require_tensor("sums", rows.sums, torch.float16, device)
+        require(rows.sums.is_contiguous(), "sums must be contiguous; call .contiguous()")
+        require_tensor("global_scale_dec of the activations", rows.global_scale_dec, torch.float32, device, (m,))
+        return m, k, 0, device
+    require(rows.packed is not None, "the product needs packed codes or sums; quantize with packed=True or sums=True")
     device = rows.packed.device
     require(rows.packed.dim() == 2, f"packed codes must have shape [M, K/2], got {tuple(rows.packed.shape)}")
     m, k = rows.packed.shape[0], 2 * rows.packed.shape[1]
@@ -51,6 +64,14 @@ def check_weight(weight, lead: tuple[int, ...], k: int, device: torch.device) ->
     _bytes("packed weight", weight.packed, tuple(shape), device)
     _bytes("block_scales of the weight", weight.block_scales, (*shape[:-1], k // 16), device)
     return shape[-2]
+
+
+def check_form(tile, capability: int, native: bool, sums: bool) -> None:
+    """Raise ValueError where a tile does not fit what is multiplied, or how."""
+    require(not (native and sums), "sums need the emulated form; native multiplies codes: quantize with packed=True")
+    require(tile.weights_on_m or not sums, f"sums need a tile with weights on the M side, not {tile}")
+    if native and capability:
+        check_native(tile, capability)
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:
@@ -88,6 +109,11 @@ def _require_native(kernel, grid: tuple[int, ...], device: torch.device, args: t
             "from quads_kernels.configs."
         )
     _known_native.add(key)
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the GPU has an instruction that converts E4M3 to FP16; False in the interpreter."""
+    return capability(device) >= 89
 
 
 @functools.cache

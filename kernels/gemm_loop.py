@@ -59,7 +59,6 @@ def accumulate(
     K: tl.constexpr,
     KEPT_UNIT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     WEIGHTS_ON_M: tl.constexpr,
     TM: tl.constexpr,
@@ -107,7 +106,7 @@ def accumulate(
                 rs_next = load_scales(rs_ptr, x_rows, x_ok, kept, k0 + BK, True, BK)
             else:
                 rs = load_scales(rs_ptr, x_rows, x_ok, kept, k0, True, BK)
-            acc = step(acc, x, xs, r, rs, w, ws, True, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
+            acc = step(acc, x, xs, r, rs, w, ws, True, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
             if W_AHEAD:
                 ws = ws_next
             if X_AHEAD:
@@ -125,7 +124,7 @@ def accumulate(
             xs_next = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0 + BK, True, BK)
         else:
             xs = load_scales(xs_ptr, x_rows, x_ok, BLOCKS, k0, MASK_K, BK)
-        acc = step(acc, x, xs, x, xs, w, ws, False, False, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
+        acc = step(acc, x, xs, x, xs, w, ws, False, NATIVE, WEIGHTS_ON_M, TM, TN, BK, HW)
         if W_AHEAD:
             ws = ws_next
         if X_AHEAD:

@@ -3,9 +3,8 @@
 `native` multiplies codes and E4M3 scales in the tensor core (`tl.dot_scaled`, Blackwell: PTX `kind::mxf4nvf4`).
 `emulated` expands codes to FP16 in registers, exactly, and uses an FP16 product with an FP32 accumulator. It reads
 codes as 32-bit words of eight and takes two of them per integer operation; the product runs over four interleaved
-quarters of the tile, which permutes K alike on both sides and so changes only the order of the sum. With SUM_RESIDUAL
-it adds activation and residual in FP16 before one product instead of multiplying twice: half the work, but the sum is
-rounded to FP16 where it has more than 11 significant bits.
+quarters of the tile, which permutes K alike on both sides and so changes only the order of the sum.
+`quads_kernels.gemm_sums` has the emulated form for many tokens.
 
 HW: as in `quads_kernels.rounding`; here it says that inline assembly can be used.
 """
@@ -90,7 +89,6 @@ def step(
     w,
     ws,
     HAS_RESIDUAL: tl.constexpr,
-    SUM_RESIDUAL: tl.constexpr,
     NATIVE: tl.constexpr,
     WEIGHTS_ON_M: tl.constexpr,
     TM: tl.constexpr,
@@ -121,9 +119,6 @@ def step(
             x16 = quarter_f16(x, xs16, quarter, TM, BK, HW)
             if HAS_RESIDUAL:
                 r16 = quarter_f16(r, rs16, quarter, TM, BK, HW)
-                if SUM_RESIDUAL:
-                    x16 += r16
-                else:
-                    acc = dot_f16(acc, r16, w16, WEIGHTS_ON_M)
+                acc = dot_f16(acc, r16, w16, WEIGHTS_ON_M)
             acc = dot_f16(acc, x16, w16, WEIGHTS_ON_M)
     return acc

@@ -12,11 +12,24 @@ from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.expert_sort import SortedPairs
 from quads_kernels.gemm_epilogue import scaled
-from quads_kernels.gemm_launch import SUM_NEEDS_EMULATED, check_out_dtype, check_rows, check_weight, kept_units, run
+from quads_kernels.gemm_launch import (
+    check_form,
+    check_out_dtype,
+    check_rows,
+    check_weight,
+    converts_e4m3,
+    kept_units,
+    run,
+)
 from quads_kernels.gemm_loop import accumulate
+from quads_kernels.gemm_sums_loop import accumulate_sums, weight_rows
+from quads_kernels.gemm_sums_tile import SUMS_EPILOGUE_SCALE
+from quads_kernels.gemm_tile import EMULATED_EPILOGUE_SCALE
 from quads_kernels.rounding import cast, to_fp32
 
 ADD_COLUMNS = 1024
+WIDEST_STORE = tl.constexpr(2**14)
+"""Elements of a tile that a program transposes and stores at once."""
 
 
 @triton.jit(do_not_specialize=["kept_units"])
@@ -40,16 +53,19 @@ def w4a4_grouped_kernel(
     K: tl.constexpr,
     KEPT_UNIT: tl.constexpr,
     TOPK: tl.constexpr,
-    SUM_RESIDUAL: tl.constexpr,
+    SUMS: tl.constexpr,
     NATIVE: tl.constexpr,
     WEIGHTS_ON_M: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
     BK: tl.constexpr,
     WARPS: tl.constexpr,
+    E4M3: tl.constexpr,
     HW: tl.constexpr,
 ):
     """One [TM, TN] tile of out [L, N], in sorted rows. Grid (blocks * tiles of N,).
+
+    SUMS: x holds FP16 sums, and there is no xs, r or rs.
 
     TOPK > 0: x holds tokens, and sorted row i reads token members[i] // TOPK. TOPK = 0: x holds sorted rows.
     pair_weight: FP32 [P], multiplied to the row of its pair, or None.
@@ -59,8 +75,10 @@ def w4a4_grouped_kernel(
     expert = tl.load(block_expert_ptr + block).to(tl.int64)
     if expert < 0:
         return
-    row = tl.load(block_row_ptr + block) + tl.arange(0, TM)
-    row_ok = row < tl.load(offsets_ptr + expert + 1)
+    first = tl.load(block_row_ptr + block)
+    end = tl.load(offsets_ptr + expert + 1)
+    row = first + tl.arange(0, TM)
+    row_ok = row < end
     source = row
     if TOPK:
         source = tl.load(members_ptr + row, mask=row_ok, other=0) // TOPK
@@ -70,18 +88,70 @@ def w4a4_grouped_kernel(
         acc = tl.zeros((TN, TM), tl.float32)
     else:
         acc = tl.zeros((TM, TN), tl.float32)
-    acc = accumulate(
-        acc, x_ptr, xs_ptr, source.to(tl.int64), row_ok, r_ptr, rs_ptr, kept_units,
-        w_ptr + expert * (N * (K // 2)), ws_ptr + expert * (N * (K // 16)), n.to(tl.int64), n_ok,
-        0, K, K, KEPT_UNIT, r_ptr is not None, SUM_RESIDUAL, NATIVE, WEIGHTS_ON_M, TM, TN, BK, WARPS, HW,
-    )  # fmt: skip
-    if WEIGHTS_ON_M:
-        acc = tl.trans(acc)
-    g = tl.load(g_ptr + source, mask=row_ok, other=0.0)
-    out = scaled(acc, g, gw_ptr + expert, n, n_ok, False, NATIVE)
-    if pair_weight_ptr is not None:
+    w_ptr += expert * (N * (K // 2))
+    ws_ptr += expert * (N * (K // 16))
+    if SUMS:
+        x_rows = tl.where(row_ok, source, 0).to(tl.int64)
+        acc = accumulate_sums(
+            acc, x_ptr, x_rows, w_ptr, ws_ptr, weight_rows(n, N, TN), K, TM, TN, BK, WARPS, HW, E4M3,
+        )  # fmt: skip
+        SCALE: tl.constexpr = SUMS_EPILOGUE_SCALE
+    else:
+        acc = accumulate(
+            acc, x_ptr, xs_ptr, source.to(tl.int64), row_ok, r_ptr, rs_ptr, kept_units,
+            w_ptr, ws_ptr, n.to(tl.int64), n_ok,
+            0, K, K, KEPT_UNIT, r_ptr is not None, NATIVE, WEIGHTS_ON_M, TM, TN, BK, WARPS, HW,
+        )  # fmt: skip
+        SCALE: tl.constexpr = 1.0 if NATIVE else EMULATED_EPILOGUE_SCALE
+    if WEIGHTS_ON_M and TM * TN > WIDEST_STORE:
+        # One half after the other: all at once would take more registers than there are.
+        one, other = tl.split(tl.permute(tl.reshape(acc, (TN, 2, TM // 2)), (0, 2, 1)))
+        store_rows(
+            tl.trans(one), first, end, n, g_ptr, gw_ptr + expert, members_ptr, pair_weight_ptr, out_ptr,
+            N, TOPK, SCALE, TM // 2, HW,
+        )  # fmt: skip
+        store_rows(
+            tl.trans(other), first + TM // 2, end, n, g_ptr, gw_ptr + expert, members_ptr, pair_weight_ptr, out_ptr,
+            N, TOPK, SCALE, TM // 2, HW,
+        )  # fmt: skip
+    else:
+        if WEIGHTS_ON_M:
+            acc = tl.trans(acc)
+        store_rows(
+            acc, first, end, n, g_ptr, gw_ptr + expert, members_ptr, pair_weight_ptr, out_ptr, N, TOPK, SCALE, TM, HW
+        )
+
+
+@triton.jit
+def store_rows(
+    acc,
+    first,
+    end,
+    n,
+    g_ptr,
+    gw_ptr,
+    members_ptr,
+    pair_weight_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    TOPK: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HW: tl.constexpr,
+):
+    """Scale acc [ROWS, TN], the product of sorted rows first, first + 1, ... with columns n, and store rows < end."""
+    row = first + tl.arange(0, ROWS)
+    row_ok = row < end
+    n_ok = n < N
+    source = row
+    if TOPK or pair_weight_ptr is not None:
         pair = tl.load(members_ptr + row, mask=row_ok, other=0)
-        out = out * tl.load(pair_weight_ptr + pair, mask=row_ok, other=0.0)[:, None]
+    if TOPK:
+        source = pair // TOPK
+    g = tl.load(g_ptr + source, mask=row_ok, other=0.0)
+    if pair_weight_ptr is not None:
+        g = g * tl.load(pair_weight_ptr + pair, mask=row_ok, other=0.0)
+    out = scaled(acc, g, gw_ptr, n, n_ok, False, SCALE)
     at = out_ptr + row.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(at, cast(out, out_ptr.dtype.element_ty, HW), mask=row_ok[:, None] & n_ok[None, :])
 
@@ -109,16 +179,14 @@ def grouped_gemm(
     *,
     out_dtype: torch.dtype,
     native: bool,
-    sum_residual: bool = False,
     topk: int = 0,
     pair_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each sorted row with its expert's weight: out_dtype [P, N]. Rows from L on are not written.
 
-    rows: quantized tokens [M, K] with topk > 0, or sorted rows [P, K] with topk = 0.
+    rows: quantized tokens [M, K] with topk > 0, or sorted rows [P, K] with topk = 0; codes or sums, as in `w4a4_gemm`.
     weight: `packed` uint8 [E, N, K/2], `block_scales` uint8 [E, N, K/16], `global_scale_dec` FP32 [E].
     plan: from `sort_by_expert` with block = tile.tokens. pair_weight: FP32 [P], the router's weights, or None.
-    sum_residual: as in `quads_kernels.gemm.w4a4_gemm`.
     Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
     """
     m, k, kept, device = check_rows(rows)
@@ -129,9 +197,8 @@ def grouped_gemm(
     launch.require(m * max(topk, 1) == pairs, f"{m} rows with topk={topk} do not match the plan's {pairs} pairs")
     if pair_weight is not None:
         launch.require_tensor("pair_weight", pair_weight, torch.float32, device, (pairs,))
-    launch.require(not (native and sum_residual), SUM_NEEDS_EMULATED)
-    if native and launch.capability(device):
-        configs.check_native(tile, launch.capability(device))
+    sums = rows.sums is not None
+    check_form(tile, launch.capability(device), native, sums)
     out = launch.empty((pairs, n), out_dtype, device)
     units, unit = kept_units(kept)
     run(
@@ -139,12 +206,12 @@ def grouped_gemm(
         (plan.block_expert.numel() * triton.cdiv(n, tile.weights),),
         device,
         native,
-        rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
+        rows.sums if sums else rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec,
         plan.members, plan.offsets, plan.block_expert, plan.block_row, pair_weight, out, units,
-        N=n, K=k, KEPT_UNIT=unit, TOPK=topk, SUM_RESIDUAL=sum_residual, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
+        N=n, K=k, KEPT_UNIT=unit, TOPK=topk, SUMS=sums, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m,
         TM=tile.tokens, TN=tile.weights, BK=tile.k,
-        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages,
+        WARPS=tile.warps, E4M3=sums and converts_e4m3(device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

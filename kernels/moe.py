@@ -14,6 +14,7 @@ from quads_kernels.activation import Experts, Quantized
 from quads_kernels.expert_sort import sort_by_expert
 from quads_kernels.gemm_launch import gpu_name, processors
 from quads_kernels.grouped import add_experts, grouped_gemm
+from quads_kernels.sum_order import in_sum_order
 
 
 class HiddenResidual(NamedTuple):
@@ -39,19 +40,18 @@ def fused_moe(
     native: bool,
     out_dtype: torch.dtype,
     hidden_dtype: torch.dtype,
-    sum_residual: bool = False,
     partial_dtype: torch.dtype = torch.float32,
     expert_map: torch.Tensor | None = None,
     tile: configs.Tile | None = None,
 ) -> torch.Tensor:
     """sum over a token's experts of weight * W2 (silu(gate) * up), as out_dtype [M, H].
 
-    rows: quantized tokens [M, H]. w13: experts' gate rows, then up rows, [E, 2I, H]; w2: [E, H, I]; each with `packed`,
+    rows: quantized tokens [M, H], codes or sums, as in `quads_kernels.gemm.w4a4_gemm`; what the down projection gets
+        is of the same kind. w13: experts' gate rows, then up rows, [E, 2I, H]; w2: [E, H, I]; each with `packed`,
         `block_scales` and `global_scale_dec` [E].
     topk_weights: FP32 [M, topk]. topk_ids: int32 or int64 [M, topk]; with expert_map (int32 [global experts], -1 for
         an expert of another rank) global numbers, else local ones. The result is this rank's share of the sum.
     hidden_dtype: of gate, up and their product. partial_dtype: of an expert's result before the sum, which is FP32.
-    sum_residual: as in `quads_kernels.gemm.w4a4_gemm`.
     Raises ValueError on a wrong argument, RuntimeError where `native` was compiled to something else.
     """
     tokens, topk = topk_ids.shape
@@ -60,17 +60,20 @@ def fused_moe(
     launch.require(
         w13.packed.shape[1] % 2 == 0, f"w13 holds gate and up rows, an even number; got {w13.packed.shape[1]}"
     )
-    pairs = tokens * topk
+    pairs = configs.local_pairs(tokens * topk, experts, None if expert_map is None else expert_map.numel())
     n, k = w13.packed.shape[1], 2 * w13.packed.shape[2]
-    sm = launch.capability(device)
-    tile = tile or configs.choose_grouped(sm, native, pairs, experts, n, k, processors(device), gpu_name(device))
+    sm, sums = launch.capability(device), rows.sums is not None
+    tile = tile or configs.choose_grouped(
+        sm, native, pairs, experts, n, k, processors(device), gpu_name(device), sums=sums
+    )
     plan = sort_by_expert(topk_ids, experts, tile.tokens, expert_map)
-    form = dict(native=native, sum_residual=sum_residual)
-    gate_up = grouped_gemm(rows, w13, plan, tile, out_dtype=hidden_dtype, topk=topk, **form)
+    gate_up = grouped_gemm(rows, w13, plan, tile, out_dtype=hidden_dtype, topk=topk, native=native)
     inner = activation.quantize(
         gate_up, swiglu=True, experts=Experts(plan.offsets), kept=hidden.kept, order=hidden.order, keep=hidden.keep,
-        stats=hidden.stats,
+        stats=hidden.stats, packed=not sums, sums=sums,
     )  # fmt: skip
+    if sums:
+        inner = inner._replace(sums=in_sum_order(inner.sums))
     weight = topk_weights.contiguous().view(-1)
-    partial = grouped_gemm(inner, w2, plan, tile, out_dtype=partial_dtype, pair_weight=weight, **form)
+    partial = grouped_gemm(inner, w2, plan, tile, out_dtype=partial_dtype, pair_weight=weight, native=native)
     return add_experts(partial, plan, tokens, out_dtype)

@@ -6,16 +6,17 @@ Shapes are those of Qwen3-30B-A3B (hidden 2048, 128 experts of 768), and K = 288
 from quads_kernels import configs
 from quads_kernels.configs import Tile
 from quads_kernels.expert_sort import BLOCKS_PER_PROGRAM, count_kernel, place_kernel, sum_chunks_kernel
-from quads_kernels.gemm import GROUP, w4a4_gemm_kernel
+from quads_kernels.gemm import w4a4_gemm_kernel
 from quads_kernels.gemm_decode import REDUCE_COLUMNS, add_shares_kernel, w4a4_decode_kernel
-from quads_kernels.gemm_launch import kept_units
+from quads_kernels.gemm_launch import GROUP, kept_units
+from quads_kernels.gemm_sums import w4a4_sums_kernel
 from quads_kernels.grouped import ADD_COLUMNS, add_experts_kernel, w4a4_grouped_kernel
 from quads_kernels.variant import Variant
 
 ROW = {"x_ptr": "*u8", "xs_ptr": "*u8", "g_ptr": "*fp32"}
 RESIDUAL = {"r_ptr": "*u8", "rs_ptr": "*u8", "kept_units": "i32"}
 WEIGHT = {"w_ptr": "*u8", "ws_ptr": "*u8", "gw_ptr": "*fp32"}
-SUMMED = "FP16 sum"
+SUMS = {"g_ptr": "*fp32", **WEIGHT}
 PLAN = {"members_ptr": "*i32", "offsets_ptr": "*i32", "block_expert_ptr": "*i32", "block_row_ptr": "*i32"}
 
 
@@ -23,7 +24,7 @@ def variants(capability: int) -> list[Variant]:
     """What runs on a device of this compute capability: native where it can be, emulated elsewhere.
 
     Every tile with residual; without it, which needs fewer registers, only the first and the last. Emulated, many
-    tokens: with the residual added in FP16, which is the choice there, and with two products.
+    tokens: from sums, which is the choice there, and from codes, which is exact.
     """
     native = capability >= 100
     found = [*_dense(capability, native), *_grouped(capability, native), *_helpers(native)]
@@ -31,30 +32,31 @@ def variants(capability: int) -> list[Variant]:
         # Emulated on Blackwell: only when asked for, to compare.
         few, many = _few(capability, False), _many(capability, False)
         found += [_decode(tile, True, False) for tile in few] + [_experts_in(tile, True, False) for tile in few + many]
-        for tile in many:
-            found += [_prefill(tile, True, False), _prefill(tile, True, False, summed=True)]
-            found += [_experts_in(tile, True, False, summed=True), _experts_out(tile, False, summed=True)]
-    return found
+        found += [_prefill(tile, True, False) for tile in many]
+    return found + _from_sums(capability)
+
+
+def _from_sums(capability: int) -> list[Variant]:
+    tiles, e4m3 = configs.dense_candidates(capability, False, 4096, sums=True), capability >= 89
+    found = [make(tile, e4m3) for tile in tiles for make in (_sums, _sums_in, _sums_out)]
+    return [*found, _sums(tiles[0], e4m3, k=2880, gw_per_row=True), _sums(tiles[0], e4m3, k=176)]
 
 
 def _dense(capability: int, native: bool) -> list[Variant]:
     few, many = _few(capability, native), _many(capability, native)
-    found = [_decode(few[0], False, native), _prefill(many[0], False, native)]
-    found += [_decode(tile, True, native) for tile in few] + [_prefill(tile, True, native) for tile in many]
+    found = [_decode(few[0], False, native)] + [_decode(tile, True, native) for tile in few]
+    found += [_prefill(tile, True, native) for tile in many]
     found += [_decode(few[0], True, native, k=4096, share=1024), _decode(few[0], True, native, k=2880)]
-    found += [_prefill(many[0], True, native, k=2880, gw_per_row=True)]
-    return found if native else found + [_prefill(tile, True, False, summed=True) for tile in many]
+    if native:
+        found += [_prefill(many[0], False, native), _prefill(many[0], True, native, k=2880, gw_per_row=True)]
+    return found
 
 
 def _grouped(capability: int, native: bool) -> list[Variant]:
     many = _many(capability, native)
     tiles = _few(capability, native) + many
     found = [_experts_in(tiles[0], False, native)]
-    found += [_experts_in(tile, True, native) for tile in tiles] + [_experts_out(tile, native) for tile in tiles]
-    if not native:
-        found += [_experts_in(tile, True, False, summed=True) for tile in many]
-        found += [_experts_out(tile, False, summed=True) for tile in many]
-    return found
+    return found + [_experts_in(tile, True, native) for tile in tiles] + [_experts_out(tile, native) for tile in tiles]
 
 
 def _few(capability: int, native: bool) -> list[Tile]:
@@ -65,10 +67,12 @@ def _many(capability: int, native: bool) -> list[Tile]:
     return list(configs.dense_candidates(capability, native, 4096))
 
 
-def _name(kind: str, tile: Tile, residual: bool, native: bool, note: str = "") -> str:
+def _name(kind: str, tile: Tile, residual: bool | None, native: bool, note: str = "") -> str:
+    """residual: None where it is in sums."""
     side = ", weights on M" if tile.weights_on_m else ""
     sizes = f"{tile.tokens}x{tile.weights}x{tile.k}, {tile.warps} warps, {tile.stages} stages{side}"
-    parts = [kind, "native" if native else "emulated", "residual" if residual else "plain", sizes, note]
+    held = "sums" if residual is None else "residual" if residual else "plain"
+    parts = [kind, "native" if native else "emulated", held, sizes, note]
     return " | ".join(part for part in parts if part)
 
 
@@ -84,18 +88,15 @@ def _half(k: int) -> int:
     return kept_units(k // 32)[1]
 
 
-def _tile(tile: Tile, native: bool, summed: bool = False) -> dict[str, object]:
-    sizes = dict(TM=tile.tokens, TN=tile.weights, BK=tile.k, WARPS=tile.warps)
-    return dict(SUM_RESIDUAL=summed, NATIVE=native, **sizes, HW=True)
+def _tile(tile: Tile) -> dict[str, object]:
+    return dict(TM=tile.tokens, TN=tile.weights, BK=tile.k, WARPS=tile.warps, HW=True)
 
 
-def _prefill(
-    tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False, summed: bool = False
-) -> Variant:
+def _prefill(tile: Tile, residual: bool, native: bool, k: int = 2048, gw_per_row: bool = False) -> Variant:
     types, constants = _operands(residual)
     constants |= dict(bias_ptr=None, N=2048, K=k, KEPT_UNIT=_half(k), GW_PER_ROW=gw_per_row, GROUP=GROUP)
-    constants |= _tile(tile, native, summed)
-    note = SUMMED if summed else "" if k == 2048 else f"K={k}"
+    constants |= dict(NATIVE=native, **_tile(tile))
+    note = "" if k == 2048 else f"K={k}"
     return Variant(
         _name("dense", tile, residual, native, note), w4a4_gemm_kernel,
         {**types, "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages, native,
@@ -105,7 +106,7 @@ def _prefill(
 def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int = 0) -> Variant:
     types, constants = _operands(residual)
     constants |= dict(bias_ptr=None, N=2048, K=k, K_SHARE=share or k, KEPT_UNIT=_half(k), GW_PER_ROW=False)
-    constants |= _tile(tile, native)
+    constants |= dict(NATIVE=native, **_tile(tile))
     note = f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
     out = "*fp32" if share else "*bf16"
     return Variant(
@@ -114,26 +115,57 @@ def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int 
     )  # fmt: skip
 
 
-def _experts_in(tile: Tile, residual: bool, native: bool, summed: bool = False) -> Variant:
+def _sums(tile: Tile, e4m3: bool, k: int = 2048, gw_per_row: bool = False) -> Variant:
+    """A dense product from sums."""
+    note = "" if k == 2048 else f"K={k}"
+    constants = dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP, E4M3=e4m3, **_tile(tile))
+    return Variant(
+        _name("dense", tile, None, False, note), w4a4_sums_kernel,
+        {**SUMS, "s_ptr": "*fp16", "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages,
+    )  # fmt: skip
+
+
+def _sums_in(tile: Tile, e4m3: bool) -> Variant:
+    types, constants = {**SUMS, "x_ptr": "*fp16"}, dict.fromkeys(("xs_ptr", "r_ptr", "rs_ptr"))
+    return _gate_up(_name("experts gate|up", tile, None, False), tile, False, types, constants, sums=True, e4m3=e4m3)
+
+
+def _sums_out(tile: Tile, e4m3: bool) -> Variant:
+    types, constants = {**SUMS, "x_ptr": "*fp16"}, dict.fromkeys(("xs_ptr", "r_ptr", "rs_ptr"))
+    return _down(_name("experts down", tile, None, False), tile, False, types, constants, sums=True, e4m3=e4m3)
+
+
+def _experts_in(tile: Tile, residual: bool, native: bool) -> Variant:
+    return _gate_up(_name("experts gate|up", tile, residual, native), tile, native, *_operands(residual))
+
+
+def _experts_out(tile: Tile, native: bool) -> Variant:
+    """Half of its 48 blocks compensated."""
+    return _down(_name("experts down", tile, True, native), tile, native, *_operands(True))
+
+
+def _gate_up(name: str, tile: Tile, native: bool, types: dict, constants: dict, **form: bool) -> Variant:
     """The first grouped product: tokens gathered, gate and up."""
-    types, constants = _operands(residual)
-    sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
-    constants |= dict(pair_weight_ptr=None, N=1536, K=2048, KEPT_UNIT=_half(2048), TOPK=8, **sides)
+    form = _grouped_form(tile, native, **form)
     return Variant(
-        _name("experts gate|up", tile, residual, native, SUMMED if summed else ""), w4a4_grouped_kernel,
-        {**types, **PLAN, "out_ptr": "*bf16"}, constants, tile.warps, tile.stages, native,
+        name, w4a4_grouped_kernel, {"kept_units": "i32", **types, **PLAN, "out_ptr": "*bf16"},
+        {**constants, **form, "pair_weight_ptr": None, "N": 1536, "K": 2048, "KEPT_UNIT": _half(2048), "TOPK": 8},
+        tile.warps, tile.stages, native,
     )  # fmt: skip
 
 
-def _experts_out(tile: Tile, native: bool, summed: bool = False) -> Variant:
-    """The second: sorted rows, times the router's weight, FP32, half of its 48 blocks compensated."""
-    types, constants = _operands(True)
-    sides = dict(WEIGHTS_ON_M=tile.weights_on_m, **_tile(tile, native, summed))
-    constants |= dict(N=2048, K=768, KEPT_UNIT=_half(768), TOPK=0, **sides)
+def _down(name: str, tile: Tile, native: bool, types: dict, constants: dict, **form: bool) -> Variant:
+    """The second: sorted rows, times the router's weight, FP32."""
+    form = _grouped_form(tile, native, **form)
     return Variant(
-        _name("experts down", tile, True, native, SUMMED if summed else ""), w4a4_grouped_kernel,
-        {**types, **PLAN, "pair_weight_ptr": "*fp32", "out_ptr": "*fp32"}, constants, tile.warps, tile.stages, native,
+        name, w4a4_grouped_kernel,
+        {"kept_units": "i32", **types, **PLAN, "pair_weight_ptr": "*fp32", "out_ptr": "*fp32"},
+        {**constants, **form, "N": 2048, "K": 768, "KEPT_UNIT": _half(768), "TOPK": 0}, tile.warps, tile.stages, native,
     )  # fmt: skip
+
+
+def _grouped_form(tile: Tile, native: bool, sums: bool = False, e4m3: bool = False) -> dict[str, object]:
+    return dict(SUMS=sums, NATIVE=native, WEIGHTS_ON_M=tile.weights_on_m, E4M3=e4m3, **_tile(tile))
 
 
 def _helpers(native: bool) -> list[Variant]:

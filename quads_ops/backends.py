@@ -11,7 +11,8 @@ By default a GPU takes the last of the three that can run, a CPU torch. The envi
 `set_backend`, demands one: what it cannot run is then an error. Each choice is printed once per operator and device, to
 stderr.
 
-`sums_residual` decides how `emulated` multiplies a residual; QUADS_EXACT_RESIDUAL=1 demands the exact way.
+`sums_residual` decides how `emulated` multiplies a residual; QUADS_EXACT_RESIDUAL=1 demands the exact way. `takes_sums`
+is the same for a product with or without one.
 """
 
 import functools
@@ -178,17 +179,41 @@ def sums_residual(
         )
     if demanded is not None or backend != "emulated":
         return bool(demanded)
-    from quads_kernels import configs
-
     exact = os.environ.get(EXACT_RESIDUAL, "0")
     if exact not in ("", "0", "1"):
         raise ValueError(f"{EXACT_RESIDUAL}={exact!r}; set it to 1 (multiply residuals apart), or leave it out")
-    few = configs.few_tokens(configs.rows_per_expert(rows, experts))
-    if exact == "1" or out_dtype == torch.float32 or few:
+    if exact == "1" or out_dtype == torch.float32 or _few(rows, experts):
         return False
+    from quads_kernels import configs
+
     way = f"added in FP16 before one product above {configs.FEW_TOKENS[-1]} tokens"
     _say("residual", device, f"{way} ({EXACT_RESIDUAL}=1: two products)")
     return True
+
+
+def takes_sums(
+    backend: str,
+    device: torch.device,
+    rows: int,
+    experts: int,
+    residual: bool,
+    out_dtype: torch.dtype,
+    demanded: bool | None = None,
+) -> bool:
+    """Whether a product takes activations as FP16 sums (`quads_kernels.gemm_sums`) instead of codes.
+
+    With a residual as `sums_residual` says. Without one, sums are exact: many tokens on backend emulated.
+    Arguments and errors as for `sums_residual`.
+    """
+    if residual:
+        return sums_residual(backend, device, rows, experts, out_dtype, demanded)
+    return backend == "emulated" and not _few(rows, experts)
+
+
+def _few(rows: int, experts: int) -> bool:
+    from quads_kernels import configs
+
+    return configs.few_tokens(configs.rows_per_expert(rows, experts))
 
 
 def describe(device: torch.device | str) -> str:

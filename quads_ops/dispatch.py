@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from quads_ops import arguments, custom_ops
-from quads_ops.backends import BACKENDS, GEMM, can_run, choose, describe, set_backend, sums_residual
+from quads_ops.backends import BACKENDS, GEMM, can_run, choose, describe, set_backend, sums_residual, takes_sums
 from quads_ops.formats import BLOCK_SIZE
 from quads_ops.packed_activation import ExpertRows, PackedActivation
 from quads_ops.residual import Residual, ResidualMask, TokenMask
@@ -32,6 +32,7 @@ __all__ = [
     "quantize_weight",
     "set_backend",
     "sums_residual",
+    "takes_sums",
 ]
 
 

@@ -7,7 +7,7 @@ Both are registered as `quads::w4a4_linear` and `quads::w4a4_moe` (torch.library
 see one operator each. The backend (`quads_ops.dispatch`) is "torch" (any device, the definition), "emulated" (Triton,
 FP16 tensor cores) or "native" (Triton, NVFP4 tensor cores); they agree but for the order of sums, and but for the
 residual of many tokens on "emulated" (`quads_ops.backends.sums_residual`). See `quads_kernels.gemm`,
-`quads_kernels.moe`, docs/kernels.md.
+`quads_kernels.gemm_sums`, `quads_kernels.moe`, docs/kernels.md.
 """
 
 import torch
@@ -144,15 +144,13 @@ def _linear(
 ) -> torch.Tensor:
     weight = PackedWeight(packed, block_scales, global_scale_dec)
     # Chosen here, where sizes are plain numbers: as an argument it would make torch.compile trace two graphs.
-    summed = kept > 0 and dispatch.sums_residual(backend, x.device, x.shape[0], 1, out_dtype, sum_residual)
+    sums = dispatch.takes_sums(backend, x.device, x.shape[0], 1, kept > 0, out_dtype, sum_residual)
     if backend == "torch":
         return linear_reference(x, weight, ResidualForm(kept, order, keep), bias, stats, out_dtype)
-    from quads_kernels import activation
     from quads_kernels.gemm import w4a4_gemm
 
-    rows = activation.quantize(x, kept=kept, order=order, keep=keep, stats=stats)
-    form = dict(native=backend == "native", sum_residual=summed)
-    return w4a4_gemm(rows, weight, bias=bias, out_dtype=out_dtype, **form)
+    rows = _quantized(x, kept, order, keep, stats, sums)
+    return w4a4_gemm(rows, weight, bias=bias, out_dtype=out_dtype, native=backend == "native")
 
 
 @_linear.register_fake
@@ -184,32 +182,42 @@ def _moe(
     sum_residual: bool | None,
     backend: str,
 ) -> torch.Tensor:
+    from quads_kernels import configs
+
     _check_ids(topk_ids, len(packed13), expert_map)
     w13 = PackedWeight(packed13, block_scales13, global_scale_dec13)
     w2 = PackedWeight(packed2, block_scales2, global_scale_dec2)
-    size = topk_ids.numel(), len(packed13)
-    summed = kept13 + kept2 > 0 and dispatch.sums_residual(backend, x.device, *size, out_dtype, sum_residual)
+    pairs = configs.local_pairs(topk_ids.numel(), len(packed13), None if expert_map is None else len(expert_map))
+    residual = kept13 + kept2 > 0
+    sums = dispatch.takes_sums(backend, x.device, pairs, len(packed13), residual, out_dtype, sum_residual)
     if backend == "torch":
         return moe_reference.moe(
             x, w13, w2, topk_weights, topk_ids, expert_map, ResidualForm(kept13, order13, keep13), stats13,
             ResidualForm(kept2, order2, keep2), stats2, out_dtype,
         )  # fmt: skip
-    from quads_kernels import activation
     from quads_kernels.moe import HiddenResidual, fused_moe
 
-    rows = activation.quantize(x, kept=kept13, order=order13, keep=keep13, stats=stats13)
+    rows = _quantized(x, kept13, order13, keep13, stats13, sums)
     experts = len(packed2)
     hidden = HiddenResidual(kept2, _per_expert(order2, experts), _per_expert(keep2, experts), stats2)
     return fused_moe(
         rows, w13, w2, topk_weights, topk_ids, hidden=hidden,
         native=backend == "native", out_dtype=out_dtype, hidden_dtype=x.dtype, expert_map=expert_map,
-        sum_residual=summed,
     )  # fmt: skip
 
 
 @_moe.register_fake
 def _(x, packed13, block_scales13, global_scale_dec13, packed2, *rest):
     return x.new_empty((x.shape[0], packed2.shape[1]), dtype=rest[-3])
+
+
+def _quantized(x, kept: int, order, keep, stats, sums: bool):
+    """Tokens as codes, or as sums."""
+    from quads_kernels import activation
+    from quads_kernels.sum_order import in_sum_order
+
+    rows = activation.quantize(x, kept=kept, order=order, keep=keep, stats=stats, packed=not sums, sums=sums)
+    return rows._replace(sums=in_sum_order(rows.sums)) if sums else rows
 
 
 def _per_expert(line: torch.Tensor | None, experts: int) -> torch.Tensor | None:

@@ -7,8 +7,10 @@ import torch
 
 from quads_kernels import configs
 from quads_kernels.activation import Quantized
-from quads_ops import nvfp4
+from quads_kernels.sum_order import in_sum_order
+from quads_ops import nvfp4, packed_activation
 from quads_ops.formats import BLOCK_SIZE
+from quads_ops.packed_activation import PackedActivation
 from quads_ops.residual import token_scale
 from quads_ops.weights import PackedWeight, quantize_weight, weight_amax
 
@@ -22,15 +24,16 @@ cores do in practice grows like its square root (seen here: 6e-8). The epilogue 
 """
 
 FORMS = ("few tokens", "many tokens")
+"""From codes. From sums is a third one, which rounds: the tests take it apart."""
 
 
 def tile(form: str, native: bool) -> configs.Tile:
-    """A tile of this form that runs where the tests run."""
-    tokens = 16 if form == "few tokens" else 4096
+    """A tile of this form ("sums", too) that runs where the tests run."""
+    tokens, sums = 16 if form == "few tokens" else 4096, form == "sums"
     if DEVICE == "cpu":
-        return configs.INTERPRETER._replace(weights_on_m=form == "few tokens")
+        return configs.INTERPRETER._replace(weights_on_m=form != "many tokens")
     major, minor = torch.cuda.get_device_capability()
-    return configs.dense_candidates(10 * major + minor, native, tokens)[0]
+    return configs.dense_candidates(10 * major + minor, native, tokens, sums)[0]
 
 
 @dataclass
@@ -61,6 +64,17 @@ def quantized(x: torch.Tensor, kept: int) -> Activations:
     return Activations(rows, values * g.double()[:, None])
 
 
+def in_form(a: Activations, form: str) -> Activations:
+    """As codes, or for form "sums" as FP16 sums; `values` are those of the sums, as they were rounded."""
+    if form != "sums":
+        return a
+    rows = Quantized(*(None if part is None else part.cpu() for part in a.rows))
+    sums = packed_activation.sums(PackedActivation(rows.global_scale_dec, *rows[2:6]))
+    values = sums.double() * 2**10 * rows.global_scale_dec.double()[:, None]
+    held = Quantized(rows.global_scale_dec, *[None] * 5, in_sum_order(sums))
+    return Activations(Quantized(*(None if part is None else part.to(DEVICE) for part in held)), values)
+
+
 def weight(*shape: int) -> PackedWeight:
     """A random weight [..., N, K]."""
     w = torch.randn(shape) * 0.05
@@ -86,7 +100,10 @@ def assert_product(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, extra: t
 
 
 def decoded(rows: Quantized, lines: slice, kept: int) -> torch.Tensor:
-    """FP64 [lines, K]: Xq + Rq of some rows, with the global scale."""
+    """FP64 [lines, K]: Xq + Rq of some rows as the quantizer gives them, with the global scale."""
+    if rows.sums is not None:
+        sums, g = (part[lines].cpu().double() for part in (rows.sums, rows.global_scale_dec))
+        return sums * 2**10 * g[:, None]
     packed, scales, g = (part[lines].cpu() for part in (rows.packed, rows.block_scales, rows.global_scale_dec))
     values = nvfp4.unscaled(nvfp4.unpack(packed), scales).double()
     if kept:

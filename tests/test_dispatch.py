@@ -168,6 +168,18 @@ def test_the_limit_is_where_tiles_change_sides():
         assert (not tile.weights_on_m) == dispatch.sums_residual("emulated", HOPPER, tokens * 8, 128, BF16)
 
 
+@pytest.mark.parametrize(("tokens", "sums"), [(64, False), (65, True)])
+def test_without_a_residual_many_tokens_are_sums_of_one_term(tokens, sums, monkeypatch):
+    """They are exact, so no output and no demand for the exact residual stands against them."""
+    monkeypatch.setenv("QUADS_EXACT_RESIDUAL", "1")
+    for dtype in (BF16, torch.float32):
+        assert dispatch.takes_sums("emulated", HOPPER, tokens, 1, False, dtype, False) is sums
+        assert not dispatch.takes_sums("emulated", HOPPER, tokens, 1, True, dtype)
+        assert not dispatch.takes_sums("native", HOPPER, tokens, 1, False, dtype)
+    monkeypatch.delenv("QUADS_EXACT_RESIDUAL")
+    assert dispatch.takes_sums("emulated", HOPPER, tokens, 1, True, BF16) is sums
+
+
 def test_the_exact_residual_can_be_demanded(monkeypatch):
     many = ("emulated", HOPPER, 4096, 1, BF16)
     assert not dispatch.sums_residual(*many, demanded=False)

@@ -13,7 +13,6 @@ EVERYWHERE += [(capability, True) for capability in BLACKWELL]
 @pytest.fixture(autouse=True)
 def _no_tuned_tiles(tmp_path, monkeypatch):
     monkeypatch.setenv("QUADS_TUNED_TILES", str(tmp_path / "tiles.json"))
-    configs._load.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "native"), EVERYWHERE)
@@ -26,6 +25,29 @@ def test_every_size_has_a_tile_that_its_tensor_core_can_use(capability, native, 
         assert tile.k % 64 == 0 and tile.tokens >= 16 and tile.weights >= 16
         if native:
             configs.check_native(tile, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, *BLACKWELL])
+def test_tiles_for_sums_hold_whole_pairs_of_blocks(capability):
+    for tile in configs.dense_candidates(capability, False, 4096, sums=True):
+        assert tile.weights_on_m and tile.k % 32 == 0 and tile.tokens >= 16 and tile.weights >= 64
+        # Fewer scales are loaded a step ahead, and take the weight through shared memory with them.
+        assert capability != 90 or tile.weights * tile.k >= 2048 * tile.warps
+
+
+def test_outputs_short_of_tiles_get_a_small_one():
+    wide, narrow = configs.dense_candidates(90, False, 4096, sums=True)
+    assert configs.choose_dense(90, False, 4096, 2048, 2048, 132, sums=True) == wide
+    assert configs.choose_dense(90, False, 256, 2048, 2048, 132, sums=True) == narrow
+    assert configs.choose_grouped(90, False, 4096 * 8, 128, 1536, 2048, 132, sums=True) == wide
+
+
+def test_a_rank_expects_its_share_of_the_pairs():
+    assert configs.local_pairs(32768, 128, None) == 32768
+    assert configs.local_pairs(32768, 16, 128) == 4096
+    assert configs.local_pairs(8, 16, 128) == 1 and configs.local_pairs(0, 16, 128) == 0
+    # 64 rows an expert here; all pairs would make it 512, and another form and tile.
+    assert configs.choose_grouped(90, False, configs.local_pairs(8192, 16, 128), 16, 1536, 2048).tokens == 64
 
 
 def test_native_needs_blackwell():
@@ -76,16 +98,30 @@ def test_sharing_k_is_bounded():
 
 
 def test_tuned_tiles_are_kept_per_gpu_and_version(monkeypatch):
-    candidates = configs.dense_candidates(90, False, 4096)
-    key = configs.dense_key(False, 4096, 2048, 2048)
-    assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H200") == candidates[0]
-    configs.save_tuned("H200", {key: candidates[1]})
-    configs.save_tuned("H100", {key: candidates[2]})
-    assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H200") == candidates[1]
-    assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H100") == candidates[2]
-    assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="B200") == candidates[0]
+    def choose(gpu: str) -> Tile:
+        return configs.choose_dense(90, False, 4000, 2048, 2048, gpu=gpu, sums=True)
+
+    default, other = configs.dense_candidates(90, False, 4096, sums=True)
+    key = configs.dense_key(False, 4096, 2048, 2048, sums=True)
+    assert choose("H200") == default
+    configs.save_tuned("H200", {key: other})
+    configs.save_tuned("H100", {key: default, configs.dense_key(False, 4096, 2048, 2048): other})
+    assert [choose(gpu) for gpu in ("H200", "H100", "B200")] == [other, default, default]
     monkeypatch.setattr(configs.triton, "__version__", "0.0")
-    assert configs.choose_dense(90, False, 4000, 2048, 2048, gpu="H200") == candidates[0]
+    assert choose("H200") == default
+
+
+def test_another_file_of_tuned_tiles_is_read_at_once(tmp_path, monkeypatch):
+    """What a process read and chose is kept for the file that it read."""
+    other = configs.dense_candidates(90, False, 4096, sums=True)[1]
+    sizes = dict(tokens=4096, n=2048, k=2048, sums=True)
+    configs.save_tuned("H200", {configs.dense_key(False, **sizes): other})
+    assert configs.choose_dense(90, False, **sizes, gpu="H200") == other
+    monkeypatch.setenv("QUADS_TUNED_TILES", str(tmp_path / "none.json"))
+    assert configs.choose_dense(90, False, **sizes, gpu="H200") != other
+    monkeypatch.delenv("QUADS_TUNED_TILES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert configs.tuned_path() == str(tmp_path / "quads" / "tuned_tiles.json")
 
 
 def test_a_tuned_tile_that_is_not_listed_is_ignored():

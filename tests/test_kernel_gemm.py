@@ -5,11 +5,12 @@ import support_dot_scaled
 import support_gemm
 import support_interpreter
 import torch
-from support_gemm import DEVICE, FORMS, activations, assert_product, weight, weight_values
+from support_gemm import DEVICE, FORMS, activations, assert_product, in_form, weight, weight_values
 
 from quads_kernels import gemm
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm import w4a4_gemm
+from quads_kernels.sum_order import in_sum_order
 from quads_ops import nvfp4
 from quads_ops.gemm import compensated_weight, w4a4_linear
 from quads_ops.residual import ResidualMask
@@ -28,7 +29,12 @@ def native(request, monkeypatch) -> bool:
 
 
 backends = pytest.mark.parametrize("native", BACKENDS, indirect=True)
-forms = pytest.mark.parametrize("form", FORMS)
+forms = pytest.mark.parametrize("form", [*FORMS, "sums"])
+products = pytest.mark.parametrize(
+    ("form", "native"),
+    [*((form, backend) for form in FORMS for backend in BACKENDS), ("sums", "emulated")],
+    indirect=["native"],
+)
 
 
 def multiply(a, w, form="few tokens", native=False, out_dtype=torch.float32, **options) -> torch.Tensor:
@@ -36,15 +42,14 @@ def multiply(a, w, form="few tokens", native=False, out_dtype=torch.float32, **o
     return w4a4_gemm(a.rows, w, out_dtype=out_dtype, native=native, tile=tile, **options)
 
 
-@backends
-@forms
+@products
 @pytest.mark.parametrize(
     ("m", "n", "k", "kept"),
     [(1, 40, 16, 1), (7, 33, 48, 2), (63, 80, 256, 8), (130, 33, 320, 7), (5, 64, 512, 0), (2, 24, 2880, 90)],
 )
 def test_equals_fp64_within_the_bound(native, form, m, n, k, kept, monkeypatch):
     guard = support_interpreter.GuardedOutputs(monkeypatch)
-    a, w = activations(m, k, kept), weight(n, k)
+    a, w = in_form(activations(m, k, kept), form), weight(n, k)
     assert_product(multiply(a, w, form, native), a.values, weight_values(w))
     guard.check_margins()
 
@@ -64,8 +69,20 @@ def test_the_same_inputs_give_the_same_bits():
     support_interpreter.same_bits(first, second)
 
 
+@pytest.mark.parametrize("k", [96, 208, 400])
+def test_sums_of_any_number_of_blocks(k):
+    """Tiles of 64 end within K, in a block without a pair, or both; scales come at once or a step ahead."""
+    a, w = in_form(activations(5, k, 2), "sums"), weight(48, k)
+    if DEVICE != "cpu":
+        pytest.skip("a GPU has its own tiles")
+    for size, warps in ((64, 1), (128, 1), (64, 32)):
+        tile = support_gemm.tile("sums", False)._replace(k=size, warps=warps)
+        out = w4a4_gemm(a.rows, w, tile=tile, out_dtype=torch.float32, native=False)
+        assert_product(out, a.values, weight_values(w))
+
+
 @pytest.mark.parametrize("kept", [3, 8])
-@forms
+@pytest.mark.parametrize("form", FORMS)
 def test_scales_may_be_loaded_a_step_ahead(form, kept):
     """Which are, depends on the warps (and on `kept`), which mean nothing else to the interpreter."""
     a, w = activations(5, 400, kept), weight(48, 400)
@@ -81,7 +98,7 @@ def test_scales_may_be_loaded_a_step_ahead(form, kept):
 @forms
 def test_a_token_does_not_depend_on_its_neighbours(form):
     w = weight(48, 256)
-    together = activations(9, 256, 8)
+    together = in_form(activations(9, 256, 8), form)
     rows = together.rows
     alone = rows._replace(**{name: part[4:5] for name, part in rows._asdict().items() if part is not None})
     tile = support_gemm.tile(form, False)
@@ -92,20 +109,20 @@ def test_a_token_does_not_depend_on_its_neighbours(form):
 @forms
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_output_is_the_fp32_result_rounded_once(form, dtype):
-    a, w, bias = activations(9, 96, 3), weight(33, 96), torch.randn(33).to(dtype).to(DEVICE)
+    a, w, bias = in_form(activations(9, 96, 3), form), weight(33, 96), torch.randn(33).to(dtype).to(DEVICE)
     exact = multiply(a, w, form, bias=bias)
     support_interpreter.same_bits(multiply(a, w, form, out_dtype=dtype, bias=bias), exact.to(dtype))
 
 
 @forms
 def test_weight_rows_may_have_their_own_scales(form):
-    a, w = activations(6, 64, 2), weight(40, 64)
+    a, w = in_form(activations(6, 64, 2), form), weight(40, 64)
     g = torch.rand(40) + 0.5
     w = PackedWeight(w.packed, w.block_scales, g.to(DEVICE))
     assert_product(multiply(a, w, form), a.values, weight_values(w))
 
 
-@forms
+@pytest.mark.parametrize("form", FORMS)
 def test_plain_equals_a_residual_of_zeros(form):
     a, w = activations(6, 128, 0), weight(40, 128)
     codes, scales = torch.zeros(6, 5 * 8, dtype=torch.uint8), torch.zeros(6, 5, dtype=torch.uint8)
@@ -114,23 +131,32 @@ def test_plain_equals_a_residual_of_zeros(form):
     support_interpreter.same_bits(multiply(support_gemm.Activations(zeros, a.values), w, form), plain)
 
 
-@backends
-@forms
+@products
 def test_a_token_with_nan_spoils_only_itself(native, form):
     x = torch.randn(6, 64)
     x[2, 5] = torch.nan
     x[4, 60] = torch.inf
-    a, w = support_gemm.quantized(x, 4), weight(40, 64)
+    a, w = in_form(support_gemm.quantized(x, 4), form), weight(40, 64)
     out = multiply(a, w, form, native).cpu()
     assert out[[2, 4]].isnan().all()
     healthy = [0, 1, 3, 5]
     assert_product(out[healthy], a.values[healthy], weight_values(w))
 
 
+@products
+def test_a_weight_with_nan_spoils_only_its_column(native, form):
+    a, w = in_form(activations(6, 64, 4), form), weight(40, 64)
+    w.block_scales[3, 2] = 0x7F
+    out = multiply(a, w, form, native).cpu()
+    assert out[:, 3].isnan().all()
+    healthy = torch.arange(40) != 3
+    assert_product(out[:, healthy], a.values, weight_values(w)[healthy])
+
+
 @forms
 def test_extreme_scales_do_not_overflow_on_the_way(form):
     x = torch.randn(4, 64) * torch.tensor([[1e-30], [1e-20], [1e25], [1e33]])
-    a, w = support_gemm.quantized(x, 4), weight(40, 64)
+    a, w = in_form(support_gemm.quantized(x, 4), form), weight(40, 64)
     assert_product(multiply(a, w, form), a.values, weight_values(w))
 
 
@@ -152,16 +178,34 @@ def test_every_code_and_scale_is_decoded_exactly():
         assert torch.equal(out.cpu(), nvfp4.unscaled(codes, scales))
 
 
-def test_no_tokens():
-    a, w = activations(0, 64, 2), weight(40, 64)
-    assert multiply(a, w).shape == (0, 40)
+def test_sums_meet_every_code_and_scale_of_a_weight_exactly():
+    """The same of a weight: rows of the identity read it out, one element at a time."""
+    codes = torch.arange(16, dtype=torch.uint8).expand(127, 16)
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].contiguous()
+    w = PackedWeight(*(part.to(DEVICE) for part in (nvfp4.pack(codes), scales, torch.ones(()))))
+    sums = in_sum_order(torch.eye(16).half() * 2**-10)
+    rows = Quantized(torch.ones(16), *[None] * 5, sums)
+    rows = Quantized(*(None if part is None else part.to(DEVICE) for part in rows))
+    out = multiply(support_gemm.Activations(rows, torch.empty(0)), w, "sums")
+    assert torch.equal(out.cpu().t(), nvfp4.unscaled(codes, scales))
+
+
+@forms
+def test_no_tokens(form):
+    a, w = in_form(activations(0, 64, 2), form), weight(40, 64)
+    assert multiply(a, w, form).shape == (0, 40)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda a, w: (a._replace(packed=a.packed[:, :-1]), w), "multiple of 16"),
-        (lambda a, w: (a._replace(packed=None), w), "packed=True"),
+        (lambda a, w: (a._replace(packed=None), w), "packed=True or sums=True"),
+        (lambda a, w: (a._replace(sums=torch.zeros(4, 64)), w), "both sums and packed codes"),
+        (
+            lambda a, w: (Quantized(a.global_scale_dec, *[None] * 5, torch.zeros(4, 64)), w),
+            "sums must be torch.float16",
+        ),
         (lambda a, w: (a._replace(block_scales=a.block_scales.float()), w), "must be torch.uint8"),
         (lambda a, w: (a._replace(residual_block_scales=a.block_scales), w), "residual_block_scales must have shape"),
         (lambda a, w: (a._replace(global_scale_dec=a.global_scale_dec[:2]), w), "global_scale_dec of the activations"),
@@ -180,8 +224,11 @@ def test_wrong_options_are_named():
     a, w = activations(4, 64, 2), weight(40, 64)
     with pytest.raises(ValueError, match="out_dtype"):
         multiply(a, w, out_dtype=torch.int32)
-    with pytest.raises(ValueError, match="weights on the M side"):
-        multiply(a, w, "many tokens", splits=2)
+    for form in ("many tokens", "sums"):
+        with pytest.raises(ValueError, match="splits=2 needs codes and weights on the M side"):
+            multiply(in_form(a, form), w, form, splits=2)
+    with pytest.raises(ValueError, match="sums need a tile with weights on the M side"):
+        multiply(in_form(a, "sums"), w, "many tokens")
     with pytest.raises(ValueError, match="bias must have shape"):
         multiply(a, w, bias=torch.ones(3, device=DEVICE))
 
@@ -198,29 +245,10 @@ def test_the_interpreter_still_needs_its_repair(monkeypatch):
         assert_product(multiply(a, w, native=True), a.values, weight_values(w))
 
 
-def test_a_sum_of_activation_and_residual_is_rounded_once_to_fp16():
-    """Codes and scales at random, times an identity, which reads out each sum: off by at most 2^-11 of itself."""
-    scales = torch.randint(127, (2, 2048, 1), dtype=torch.uint8)
-    codes = torch.randint(16, (2, 2048, 16), dtype=torch.uint8)
-    x, r = (nvfp4.unscaled(codes[i], scales[i]) for i in range(2))
-    rows = Quantized(torch.ones(2048), None, nvfp4.pack(codes[0]), scales[0], nvfp4.pack(codes[1]), scales[1])
-    rows = Quantized(*(None if part is None else part.to(DEVICE) for part in rows))
-    tile = support_gemm.tile("many tokens", False)
-    if DEVICE == "cpu":
-        tile = tile._replace(tokens=1024, weights=16, k=64)  # fewer programs
-    options = dict(out_dtype=torch.float32, native=False, sum_residual=True)
-    out = w4a4_gemm(rows, identity(), tile=tile, **options).cpu()
-    exact = x.double() + r.double()
-    support_interpreter.same_bits(out, (exact * 2**-10).half().float() * 2**10 + 0.0)  # FP32 holds exact; no -0
-    worst = float(((out - exact).abs() / exact.abs().clamp(min=1e-9)).max())
-    assert 0.9 * 2**-11 < worst <= 2**-11
-
-
 @pytest.mark.parametrize("kept", [3, 16])
-@forms
-def test_summing_in_fp16_disturbs_less_than_the_outputs_rounding(form, kept):
+def test_summing_in_fp16_disturbs_less_than_the_outputs_rounding(kept):
     a, w = activations(9, 256, kept), weight(40, 256)
-    out = multiply(a, w, form, sum_residual=True).cpu()
+    out = multiply(in_form(a, "sums"), w, "sums").cpu()
     values = weight_values(w)
     exact = a.values @ values.t()
     error = (out.double() - exact).abs()
@@ -228,7 +256,7 @@ def test_summing_in_fp16_disturbs_less_than_the_outputs_rounding(form, kept):
     assert error.norm() < (exact.bfloat16() - exact).norm() / 8
     # The residual is in the sum: without it the error is far larger.
     rows = a.rows._replace(residual_packed=None, residual_block_scales=None)
-    lost = (multiply(support_gemm.Activations(rows, a.values), w, form).cpu() - exact).abs()
+    lost = (multiply(support_gemm.Activations(rows, a.values), w).cpu() - exact).abs()
     assert error.mean() < 0.02 * lost.mean()
 
 
@@ -247,9 +275,9 @@ def test_linear_adds_the_residual_of_many_tokens_first(tokens, dtype, environmen
     x, w = torch.randn(tokens, 64).to(dtype).to(DEVICE), compensated_weight(weight(24, 64), "all")
     right, asked = gemm.w4a4_gemm, []
 
-    def spy(*args, sum_residual, **options):
-        asked.append(sum_residual)
-        return right(*args, sum_residual=sum_residual, **options)
+    def spy(rows, *args, **options):
+        asked.append(rows.sums is not None)
+        return right(rows, *args, **options)
 
     monkeypatch.setattr(gemm, "w4a4_gemm", spy)
     chosen = w4a4_linear(x, w, backend="emulated")
@@ -261,9 +289,9 @@ def test_linear_adds_the_residual_of_many_tokens_first(tokens, dtype, environmen
 
 
 def test_native_multiplies_twice():
-    a, w = activations(4, 64, 2), weight(40, 64)
-    with pytest.raises(ValueError, match="sum_residual"):
-        multiply(a, w, native=True, sum_residual=True)
+    a, w = in_form(activations(4, 64, 2), "sums"), weight(40, 64)
+    with pytest.raises(ValueError, match="sums need the emulated form"):
+        multiply(a, w, "sums", native=True)
 
 
 LINEAR_MODES = {
@@ -287,3 +315,16 @@ def test_linear_equals_the_torch_backend(mode, m, k):
     }
     assert torch.allclose(out["emulated"], out["torch"], rtol=1e-5, atol=1e-5)
     assert torch.allclose(stats["emulated"].sum(0), stats["torch"].sum(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", list(LINEAR_MODES)[1:])
+@pytest.mark.parametrize(("m", "k"), [(1, 48), (5, 208)])
+def test_linear_from_sums_is_off_by_their_rounding(mode, m, k):
+    x, packed = torch.randn(m, k).bfloat16().to(DEVICE), weight(40, k)
+    w = compensated_weight(packed, LINEAR_MODES[mode](k))
+    out, exact = (
+        w4a4_linear(x, w, out_dtype=torch.float32, sum_residual=summed, backend="emulated").cpu().double()
+        for summed in (True, False)
+    )
+    allowed = (2**-11 + 2 * support_gemm.BOUND) * (x.cpu().double().abs() * 1.2 @ weight_values(packed).abs().t())
+    assert ((out - exact).abs() <= allowed).all()

@@ -5,7 +5,7 @@ import support_dot_scaled
 import support_gemm
 import support_interpreter
 import torch
-from support_gemm import DEVICE, FORMS, activations, assert_product, weight, weight_values
+from support_gemm import DEVICE, FORMS, activations, assert_product, in_form, weight, weight_values
 
 from quads_kernels import moe
 from quads_kernels.expert_sort import SortedPairs, most_blocks, sort_by_expert
@@ -16,7 +16,9 @@ from quads_ops.residual import ResidualMask
 
 in_interpreter = support_interpreter.fixture()
 
-forms = pytest.mark.parametrize("form", FORMS)
+products = pytest.mark.parametrize(
+    ("form", "native"), [*((form, native) for form in FORMS for native in (False, True)), ("sums", False)]
+)
 
 
 def routing(tokens: int, topk: int, experts: int) -> torch.Tensor:
@@ -98,17 +100,17 @@ def test_the_grid_covers_the_worst_routing():
 # -- the grouped product
 
 
-@pytest.mark.parametrize("native", [False, True])
-@forms
-@pytest.mark.parametrize("mapped", [False, True])
-def test_grouped_product_equals_fp64_within_the_bound(native, form, mapped, monkeypatch):
+@products
+@pytest.mark.parametrize(("mapped", "k"), [(False, 144), (True, 144), (False, 192)])
+def test_grouped_product_equals_fp64_within_the_bound(native, form, mapped, k, monkeypatch):
     if native:
         support_dot_scaled.repair(monkeypatch)
-    tokens, topk, experts, n, k = 9, 3, 8, 40, 144
+    tokens, topk, experts, n = 9, 3, 8, 40
     ids, expert_map = routing(tokens, topk, experts), half_of(experts) if mapped else None
     here = experts // 2 if mapped else experts
     ids[:, 0] = 5 if not mapped else int(expert_map.argmax())  # one expert has every token
-    w, a, pair_weight = weight(here, n, k), activations(tokens, k, 4), torch.rand(tokens * topk)
+    a = in_form(activations(tokens, k, 4), form)
+    w, pair_weight = weight(here, n, k), torch.rand(tokens * topk)
     tile = support_gemm.tile(form, native)
     guard = support_interpreter.GuardedOutputs(monkeypatch)
     plan = sort_by_expert(ids.to(DEVICE), here, tile.tokens, *on_device(expert_map))
@@ -167,17 +169,24 @@ def stages(a, w13, w2, weights, ids, expert_map, hidden, tile, native):
     return out.cpu(), *seen["gemm"], *seen["quantize"], *seen["sort"]
 
 
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
-    ("form", "tokens", "kept13", "kept2", "mapped"),
+    ("form", "native", "tokens", "kept13", "kept2", "mapped"),
     [
-        ("few tokens", 1, 5, 2, False),
-        ("few tokens", 5, 0, 0, False),
-        ("few tokens", 5, 3, 2, True),
-        ("many tokens", 20, 3, 3, False),
+        *(
+            (form, native, *sizes)
+            for form, *sizes in [
+                ("few tokens", 1, 5, 2, False),
+                ("few tokens", 5, 0, 0, False),
+                ("few tokens", 5, 3, 2, True),
+                ("many tokens", 20, 3, 3, False),
+            ]
+            for native in (False, True)
+        ),
+        ("sums", False, 20, 3, 3, True),
+        ("sums", False, 3, 0, 0, False),
     ],
 )
-def test_fused_experts_step_by_step(native, form, tokens, kept13, kept2, mapped, monkeypatch):
+def test_fused_experts_step_by_step(form, native, tokens, kept13, kept2, mapped, monkeypatch):
     """Each step against its reference on the very values that the step before handed on."""
     if native:
         support_dot_scaled.repair(monkeypatch)
@@ -190,7 +199,7 @@ def test_fused_experts_step_by_step(native, form, tokens, kept13, kept2, mapped,
         tile = tile._replace(tokens=16)  # so that it has several blocks of rows
     here = experts // 2 if mapped else experts
     w13, w2 = weight(here, 2 * inner, hidden), weight(here, hidden, inner)
-    a = activations(tokens, hidden, kept13)
+    a = in_form(activations(tokens, hidden, kept13), form)
     form2 = moe.HiddenResidual(kept2)
     out, gate_up, down, rows, plan = stages(
         a, w13, w2, weights, ids, *on_device(expert_map), form2, tile, native
@@ -252,9 +261,9 @@ def test_experts_add_the_residual_of_many_tokens_first(monkeypatch):
     x, weights, ids = on_device(torch.randn(66, 64).bfloat16(), weights, ids)
     right, asked = moe.grouped_gemm, []
 
-    def spy(*args, sum_residual, **options):
-        asked.append(sum_residual)
-        return right(*args, sum_residual=sum_residual, **options)
+    def spy(rows, *args, **options):
+        asked.append(rows.sums is not None)
+        return right(rows, *args, **options)
 
     monkeypatch.setattr(moe, "grouped_gemm", spy)
     chosen, exact = (

@@ -191,10 +191,10 @@ def test_experts(ratio, granularity, monkeypatch):
 
 
 def test_the_form_of_the_residual_is_left_to_the_dispatch(monkeypatch):
-    """No layer says whether the residual is added in FP16: `quads_ops.backends.sums_residual` does."""
+    """No layer says whether the residual is added in FP16: `quads_ops.backends.takes_sums` does."""
     monkeypatch.setattr(projection, "uses_operators", lambda device, mode: True)
     asked = []
-    monkeypatch.setattr(gemm.dispatch, "sums_residual", lambda *args: asked.append(args[-1]) or False)
+    monkeypatch.setattr(gemm.dispatch, "takes_sums", lambda *args: asked.append(args[-1]) or False)
     linear(0.5, "block", torch.randn(40, HIDDEN)).multiply(torch.randn(TOKENS, HIDDEN))
     layer = experts(0.5, "block", torch.randn(EXPERTS, 2 * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER))
     ids = torch.zeros(TOKENS, 1, dtype=torch.int64)

@@ -1,0 +1,76 @@
+"""Dense W4A4 product from FP16 sums of activation and residual: emulated, many tokens, weights on the M side.
+
+    y[m, n] = g[m] * gw * sum_k s[m, k] w[n, k] + bias[n]        s = x, or x + r where the residual is kept
+
+The quantizer leaves s in FP16 (`quads_kernels.activation`, in the order of `quads_kernels.sum_order`): it is copied
+asynchronously into shared memory and multiplied as it is, so a residual costs nothing here. The weight is the tensor
+core's first operand, which comes from registers: it never goes through shared memory, and is dequantized while the
+product of the step before still runs.
+"""
+
+import triton
+import triton.language as tl
+
+from quads_kernels.activation import Quantized
+from quads_kernels.gemm_epilogue import biased, scaled
+from quads_kernels.gemm_launch import GROUP, converts_e4m3, run
+from quads_kernels.gemm_sums_loop import accumulate_sums, weight_rows
+from quads_kernels.gemm_sums_tile import SUMS_EPILOGUE_SCALE
+from quads_kernels.rounding import cast
+
+
+@triton.jit(do_not_specialize=["M"])
+def w4a4_sums_kernel(
+    s_ptr,
+    g_ptr,
+    w_ptr,
+    ws_ptr,
+    gw_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GW_PER_ROW: tl.constexpr,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    WARPS: tl.constexpr,
+    E4M3: tl.constexpr,
+    HW: tl.constexpr,
+):
+    """One [TM, TN] tile of the output. Grid: (tiles,). s: FP16 [M, K]; other shapes as in `w4a4_gemm`."""
+    tiles_n = tl.cdiv(N, TN)
+    program = tl.program_id(0)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tl.cdiv(M, TM) - first, GROUP)
+    m = (first + program % (GROUP * tiles_n) % height) * TM + tl.arange(0, TM)
+    n = program % (GROUP * tiles_n) // height * TN + tl.arange(0, TN)
+    m_ok = m < M
+    n_ok = n < N
+    acc = tl.zeros((TN, TM), tl.float32)
+    acc = accumulate_sums(
+        acc, s_ptr, tl.minimum(m, M - 1).to(tl.int64), w_ptr, ws_ptr, weight_rows(n, N, TN),
+        K, TM, TN, BK, WARPS, HW, E4M3,
+    )  # fmt: skip
+    g = tl.load(g_ptr + m, mask=m_ok, other=0.0)
+    out = scaled(tl.trans(acc), g, gw_ptr, n, n_ok, GW_PER_ROW, SUMS_EPILOGUE_SCALE)
+    out = biased(out, bias_ptr, n, n_ok, HW)
+    at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, cast(out, out_ptr.dtype.element_ty, HW), mask=m_ok[:, None] & n_ok[None, :])
+
+
+def launch_sums(rows: Quantized, weight, bias, out, tile) -> None:
+    """Fill `out` [M, N]. Arguments are checked by `quads_kernels.gemm.w4a4_gemm`."""
+    m, n = out.shape
+    run(
+        w4a4_sums_kernel,
+        (triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.weights),),
+        out.device,
+        False,
+        rows.sums, rows.global_scale_dec, weight.packed, weight.block_scales, weight.global_scale_dec, bias, out, m,
+        N=n, K=rows.sums.shape[1], GW_PER_ROW=weight.global_scale_dec.numel() > 1,
+        TM=tile.tokens, TN=tile.weights, BK=tile.k, GROUP=GROUP, E4M3=converts_e4m3(out.device),
+        WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
