@@ -10,8 +10,10 @@ and data that is read again from the L2 cache.
 A kernel's time is the largest of bytes / bandwidth, operations / tensor core peak and, where codes are dequantized in
 registers (Hopper), integer instructions / their peak; a layer's time is the sum over its kernels. Residual compensation
 at ratio r adds r K channels to the codes that are written and read, and r of the operations; no byte of any weight.
-Emulated products of many tokens add residual and activation before one product (quads_ops.backends.sums_residual): no
-operation more. "two products" is QUADS_EXACT_RESIDUAL=1, which does not.
+Emulated products of many tokens take FP16 sums of activation and residual (quads_ops.backends.takes_sums): 2 bytes a
+channel at every ratio, written by the quantizer, put in order by a copy (read and written once more) and read; no
+operation more, and no dequantization but of weights. "two products" is QUADS_EXACT_RESIDUAL=1, which multiplies codes
+twice.
 
 Experts: uniform routing of T tokens to k of E experts touches E (1 - (1 - k/E)^T) of them on average; only their
 weights are read. Each expert's tokens (binomially many) fill whole tiles of the size that kernels/configs.py chooses;
@@ -68,6 +70,9 @@ DEVICES = (B200, H200, H200_EXACT)
 INSTRUCTIONS_PER_CODE = 2.0
 """Shifts and logic to dequantize one code in registers: two of each for two codes (kernels/gemm_tile.py)."""
 
+INSTRUCTIONS_PER_CODE_FOR_SUMS = 1.5
+"""For eight codes three shifts, four of logic, four of bytes and a conversion (kernels/gemm_sums_tile.py)."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -105,9 +110,16 @@ def expected_blocks(tokens: int, share: float, block: int) -> float:
     return total
 
 
-def quantizer(name: str, rows: float, k: int, ratio: float, read_width: int = 1) -> Kernel:
-    """Reads BF16 [rows, read_width * k], writes codes, scales, the kept residual's, and g."""
-    return Kernel(name, rows * (2 * read_width * k + CODE * k * (1 + ratio) + 4))
+def takes_sums(device: Device, tokens: int, ratio: float) -> bool:
+    """Whether a product of so many tokens (of experts: the average) takes sums; see `quads_ops.backends.takes_sums`."""
+    return not (device.native or configs.few_tokens(tokens) or (device.two_products and ratio))
+
+
+def quantizer(name: str, rows: float, k: int, ratio: float, sums: bool, read_width: int = 1) -> Kernel:
+    """Reads BF16 [rows, read_width * k], writes g, and codes, scales and the kept residual's, or sums, which a copy
+    reads and writes again."""
+    written = (2 + 4) * k if sums else CODE * k * (1 + ratio)
+    return Kernel(name, rows * (2 * read_width * k + written + 4))
 
 
 def product(
@@ -120,21 +132,23 @@ def product(
     ratio: float,
     out: int,
     tile: Tile,
-    device: Device,
+    sums: bool,
 ) -> Kernel:
-    """Reads `matrices` weights [n, k] and rows of codes, writes `out` bytes for each of rows * n.
+    """Reads `matrices` weights [n, k] and rows of codes or sums, writes `out` bytes for each of rows * n.
 
-    blocks: of tokens, each padded to a whole tile. A tile dequantizes its weights for its tokens alone, and its tokens
-    for its weights alone.
+    blocks: of tokens, each padded to a whole tile. A tile dequantizes its weights for its tokens alone, and its tokens,
+    where they are codes, for its weights alone.
     """
     padded = blocks * tile.tokens
-    summed = not (device.native or device.two_products or tile.weights_on_m)
-    twice = 1 if summed else 1 + ratio
+    weights, product = matrices * n * k * CODE, 2.0 * padded * n * k
+    if sums:
+        dequantized = INSTRUCTIONS_PER_CODE_FOR_SUMS * blocks * n * k
+        return Kernel(name, weights + rows * (2 * k + 4 + out * n), product, dequantized)
     dequantized = blocks * n * k + math.ceil(n / tile.weights) * padded * k * (1 + ratio)
     return Kernel(
         name,
-        matrices * n * k * CODE + rows * (k * CODE * (1 + ratio) + 4 + out * n),
-        2.0 * padded * n * k * twice,
+        weights + rows * (k * CODE * (1 + ratio) + 4 + out * n),
+        product * (1 + ratio),
         INSTRUCTIONS_PER_CODE * dequantized,
     )
 
@@ -145,22 +159,26 @@ def layer(model: Model, device: Device, tokens: int, ratio: float) -> list[Kerne
     hidden, inner = model.hidden, model.intermediate
     pairs, active = tokens * model.topk, touched(model, tokens)
     where = (device.capability, device.native)
+    sums = takes_sums(device, tokens, ratio)
+    sums_routed = takes_sums(device, configs.rows_per_expert(pairs, model.experts), ratio)
 
     def dense(name: str, n: int, k: int) -> Kernel:
-        tile = configs.choose_dense(*where, tokens, n, k, device.processors)
-        return product(name, tokens, math.ceil(tokens / tile.tokens), 1, n, k, ratio, 2, tile, device)
+        tile = configs.choose_dense(*where, tokens, n, k, device.processors, sums=sums)
+        return product(name, tokens, math.ceil(tokens / tile.tokens), 1, n, k, ratio, 2, tile, sums)
 
-    routed = configs.choose_grouped(*where, pairs, model.experts, 2 * inner, hidden, device.processors)
+    routed = configs.choose_grouped(
+        *where, pairs, model.experts, 2 * inner, hidden, device.processors, sums=sums_routed
+    )
     blocks = model.experts * expected_blocks(tokens, model.topk / model.experts, routed.tokens)
     return [
-        quantizer("quantize q|k|v input", tokens, hidden, ratio),
+        quantizer("quantize q|k|v input", tokens, hidden, ratio, sums),
         dense("q|k|v", attention + 2 * model.kv_heads * model.head_dim, hidden),
-        quantizer("quantize o input", tokens, attention, ratio),
+        quantizer("quantize o input", tokens, attention, ratio, sums),
         dense("o", hidden, attention),
-        quantizer("quantize experts' input", tokens, hidden, ratio),
-        product("experts gate|up", pairs, blocks, active, 2 * inner, hidden, ratio, 2, routed, device),
-        quantizer("SwiGLU, quantize", pairs, inner, ratio, read_width=2),
-        product("experts down", pairs, blocks, active, hidden, inner, ratio, 4, routed, device),
+        quantizer("quantize experts' input", tokens, hidden, ratio, sums_routed),
+        product("experts gate|up", pairs, blocks, active, 2 * inner, hidden, ratio, 2, routed, sums_routed),
+        quantizer("SwiGLU, quantize", pairs, inner, ratio, sums_routed, read_width=2),
+        product("experts down", pairs, blocks, active, hidden, inner, ratio, 4, routed, sums_routed),
         Kernel("add experts", pairs * 4 * hidden + tokens * 2 * hidden),
     ]
 

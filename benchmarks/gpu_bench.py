@@ -216,14 +216,15 @@ def tune(device: torch.device, backend: str, token_counts) -> None:
     for tokens in token_counts:
         for n, k in LINEARS.values():
             weight = gpu_providers.random_weight(n, k, device=device)
-            rows = activation.quantize(gpu_providers.activations(tokens, k, device), kept=k // 32)
-            summed = not native and not configs.few_tokens(tokens)  # the form that is chosen there
-            options = dict(out_dtype=torch.bfloat16, native=native, sum_residual=summed)
+            sums = not native and not configs.few_tokens(tokens)  # the form that is chosen there
+            quantize = gpu_providers.quantized_sums if sums else activation.quantize
+            rows = quantize(gpu_providers.activations(tokens, k, device), kept=k // 32)
+            options = dict(out_dtype=torch.bfloat16, native=native)
             times = {
                 tile: time_us(lambda tile=tile: w4a4_gemm(rows, weight, tile=tile, **options))[0]  # noqa: B023
-                for tile in configs.dense_candidates(capability(device), native, tokens)
+                for tile in configs.dense_candidates(capability(device), native, tokens, sums)
             }
-            winners[configs.dense_key(native, tokens, n, k)] = min(times, key=times.get)
+            winners[configs.dense_key(native, tokens, n, k, sums)] = min(times, key=times.get)
         winners |= _tune_experts(device, native, tokens)
     print(f"tuned {len(winners)} products: {configs.save_tuned(gpu, winners)}")
 
@@ -237,19 +238,20 @@ def _tune_experts(device: torch.device, native: bool, tokens: int) -> dict:
     count, topk, hidden, inner = (EXPERTS[name] for name in ("count", "topk", "hidden", "inner"))
     w13 = gpu_providers.random_weight(count, 2 * inner, hidden, device=device)
     w2 = gpu_providers.random_weight(count, hidden, inner, device=device)
-    rows = activation.quantize(gpu_providers.activations(tokens, hidden, device), kept=hidden // 32)
+    sums = not native and not configs.few_tokens(configs.rows_per_expert(tokens * topk, count))
+    quantize = gpu_providers.quantized_sums if sums else activation.quantize
+    rows = quantize(gpu_providers.activations(tokens, hidden, device), kept=hidden // 32)
     ids = torch.rand(tokens, count, device=device).topk(topk).indices.int()
     weights = torch.rand(tokens, topk, device=device)
-    summed = not native and not configs.few_tokens(configs.rows_per_expert(tokens * topk, count))
-    options = dict(native=native, sum_residual=summed, out_dtype=torch.bfloat16, hidden_dtype=torch.bfloat16)
+    options = dict(native=native, out_dtype=torch.bfloat16, hidden_dtype=torch.bfloat16)
     half = moe.HiddenResidual(inner // 32)
     times = {
         tile: time_us(lambda tile=tile: moe.fused_moe(rows, w13, w2, weights, ids, hidden=half, tile=tile, **options))[
             0
         ]
-        for tile in configs.grouped_candidates(capability(device), native, tokens * topk, count)
+        for tile in configs.grouped_candidates(capability(device), native, tokens * topk, count, sums)
     }
-    return {configs.grouped_key(native, tokens * topk, count, 2 * inner, hidden): min(times, key=times.get)}
+    return {configs.grouped_key(native, tokens * topk, count, 2 * inner, hidden, sums): min(times, key=times.get)}
 
 
 def goals(timings: list[Timing]) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gpu_check import activations, random_weight
+from gpu_check import activations, quantized_sums, random_weight
 
 from quads_kernels import activation
 from quads_kernels.gemm import w4a4_gemm
@@ -84,10 +84,11 @@ def linears(tokens: int, n: int, k: int, device: torch.device, backend: str) -> 
     sums = (False, True) if backend == "emulated" else (False,)
     for ratio in RATIOS:
         weight = compensated_weight(packed, residual(ratio, k, device))
-        rows = activation.quantize(x, kept=weight.form.kept, order=weight.form.order)
         for summed in sums:
+            quantize = quantized_sums if summed else activation.quantize
+            rows = quantize(x, kept=weight.form.kept, order=weight.form.order)
             note = f"{backend}{' fp16 sum' if summed else ''} ratio {ratio:g}"
-            options = dict(out_dtype=torch.bfloat16, native=backend == "native", sum_residual=summed)
+            options = dict(out_dtype=torch.bfloat16, native=backend == "native")
             gemm = lambda rows=rows, w=weight.weight, options=options: w4a4_gemm(rows, w, **options)  # noqa: E731
             found[f"quads gemm {note}"] = Provider(gemm, ratio, operations=operations)
         linear = lambda weight=weight: w4a4_linear(x, weight, backend=backend)  # noqa: E731

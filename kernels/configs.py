@@ -65,9 +65,9 @@ PREFILL = {
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 128, 8, 4)),
     "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
 }
-# From FP16 sums, which have 3.6 times the bytes of a weight: a wide side of weights saves traffic. On Hopper scales must
-# be copied asynchronously (weights * k >= 2048 * warps), or Triton takes the weight through shared memory. Two programs
-# of the second tile fit in a multiprocessor: for outputs that are short of tiles, or of steps along K.
+# From FP16 sums, which have 3.6 times the bytes of a weight: a wide side of weights saves traffic. On Hopper scales
+# must be copied asynchronously (weights * k >= 2048 * warps), or Triton takes the weight through shared memory. Two
+# programs of the second tile fit in a multiprocessor: for outputs that are short of tiles, or of steps along K.
 SUMS = {
     "emulated_mma": (Tile(128, 128, 64, 8, 3, True),),
     "emulated": (Tile(128, 256, 64, 8, 4, True), Tile(128, 128, 64, 4, 4, True)),
@@ -116,7 +116,7 @@ def rows_per_expert(pairs: int, experts: int) -> int:
 
 
 def local_pairs(pairs: int, experts: int, everywhere: int | None) -> int:
-    """Expected (token, expert) pairs of this rank, which has `experts` of the experts that are everywhere; None: all."""
+    """Expected (token, expert) pairs of a rank that has `experts` of the experts there are everywhere; None: all."""
     return pairs if everywhere is None else math.ceil(pairs * experts / max(everywhere, experts, 1))
 
 

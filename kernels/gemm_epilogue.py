@@ -8,8 +8,8 @@ from quads_kernels.rounding import to_fp32
 
 @triton.jit
 def scaled(acc, g_rows, gw_ptr, columns, columns_ok, GW_PER_ROW: tl.constexpr, SCALE: tl.constexpr):
-    """acc [TM, TN] * SCALE, a power of two, * g of each token [TM] * g of the weight: one for the matrix, or one for each
-    of its rows."""
+    """acc [TM, TN] * SCALE, a power of two, * g of each token [TM] * g of the weight: one for the matrix, or one for
+    each of its rows."""
     if SCALE != 1:
         acc = acc * SCALE
     acc = acc * g_rows[:, None]

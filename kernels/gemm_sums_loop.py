@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from quads_kernels.gemm_loop import load_scales
 from quads_kernels.gemm_sums_tile import weights_f16
 
 
@@ -33,8 +32,8 @@ def accumulate_sums(
 ):
     """acc + W x^T: FP32 [TN, TM], times 1 / SUMS_EPILOGUE_SCALE.
 
-    x: FP16, rows of K in the order of sums. w, ws: bytes, rows of K/16 blocks. x_rows, w_rows: int64 [TM] and [TN], rows
-    that exist: what is beside the matrix is multiplied like a row in it, and not stored.
+    x: FP16, rows of K in the order of sums. w, ws: bytes, rows of K/16 blocks. x_rows, w_rows: int64 [TM] and [TN],
+    rows that exist: what is beside the matrix is multiplied like a row in it, and not stored.
     """
     PAIRS: tl.constexpr = K // 32 * 32
     MASK: tl.constexpr = PAIRS % BK != 0

@@ -14,8 +14,8 @@ SUMS_EPILOGUE_SCALE = tl.constexpr(2.0**24)
 """Sums are times 2^-10; a weight's codes and scales come out as e2m1 * s8 * 2^-14, a multiple of 2^-24: exact."""
 
 
-# A byte for each of the even and of the odd nibbles: sign, three zeros, E2M1's exponent and mantissa, zero. Above a byte
-# of zeros this reads as FP16 as the value times 2^-14. Outputs are $0 to $7, the word is $8, its scale's byte $9.
+# A byte for each of the even and of the odd nibbles: sign, three zeros, E2M1's exponent and mantissa, zero. Above a
+# byte of zeros this reads as FP16 as the value times 2^-14. Outputs are $0 to $7, the word is $8, its scale's byte $9.
 EIGHT_VALUES = tl.constexpr("""
 {
     .reg .b32 even, odd, t, s, v;
