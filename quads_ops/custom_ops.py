@@ -14,8 +14,15 @@ from quads_ops.formats import BLOCK_SIZE
 from quads_ops.packed_activation import ExpertRows
 from quads_ops.residual_layout import ResidualForm
 
-STATISTICS_SLOTS, EXPERT_SLOTS = 512, 4
-"""Lines of statistics on a GPU, in all and per expert: as many programs add without waiting for each other."""
+STATISTICS_SLOTS, EXPERT_LINES = 512, 1024
+"""Lines of statistics on a GPU, of a matrix and of all experts together: as many programs add without waiting for each
+other. About 132 multiprocessors hold four programs each. Experts get twice as many, as the one with the most rows is
+waited for."""
+
+
+def expert_slots(experts: int) -> int:
+    """Lines of statistics of one expert on a GPU: few where there are many experts, many where a rank has few."""
+    return max(4, EXPERT_LINES // max(experts, 1))
 
 
 @torch.library.custom_op("quads::fake_quantize_weight", mutates_args=())
@@ -105,7 +112,7 @@ def compensate_grouped(
     from quads_kernels import activation
 
     offsets = torch.tensor((0, *accumulate(counts)), dtype=torch.int32).to(x.device)
-    lines = None if stats is None else stats.new_zeros((EXPERT_SLOTS, *stats.shape))
+    lines = None if stats is None else stats.new_zeros((expert_slots(len(stats)), *stats.shape))
     out = activation.quantize(
         x, kept=x.shape[-1] // BLOCK_SIZE, keep=keep, experts=activation.Experts(offsets), stats=lines,
         values=torch.float32, packed=False,

@@ -151,7 +151,7 @@ def new_statistics(k: int, granularity: str, device: torch.device, experts: int 
     if experts is None:
         shape = (custom_ops.STATISTICS_SLOTS if on_gpu else 1, size)
     else:
-        shape = (custom_ops.EXPERT_SLOTS if on_gpu else 1, experts, size)
+        shape = (custom_ops.expert_slots(experts) if on_gpu else 1, experts, size)
     return torch.zeros(shape, dtype=torch.float32, device=device)  # vLLM loads models with another default dtype
 
 

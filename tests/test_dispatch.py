@@ -256,6 +256,12 @@ def test_packed_activation_decodes_to_compensate():
     assert plain.residual_packed is None and plain.residual_block_scales is None
 
 
+@pytest.mark.parametrize(("experts", "slots"), [(1, 1024), (8, 128), (16, 64), (128, 8), (512, 4)])
+def test_few_experts_have_many_lines_each(experts, slots):
+    """The grid has a program for each line: as many as keep the GPU busy, on a rank with a few of the experts, too."""
+    assert custom_ops.expert_slots(experts) == slots
+
+
 def test_new_statistics_have_the_shape_that_is_added_to():
     x = torch.randn(7, 128)
     stats = dispatch.new_statistics(64, "block", CPU, experts=2)
