@@ -38,6 +38,10 @@ FEW_TOKENS = (16, 32, 64)
 """Token tiles for decoding, weights on the M side. Above the last one are the tables for many tokens."""
 
 
+FEW_ROWS = 128
+"""Up to so many rows, an expert's share of padding is worth more than a tile that dequantizes less."""
+
+
 def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
     table: dict[int, tuple[Tile, ...]] = {}
     for sizes in tiles:
@@ -67,10 +71,14 @@ PREFILL = {
 }
 # From FP16 sums, which have 3.6 times the bytes of a weight: a wide side of weights saves traffic. On Hopper scales
 # must be copied asynchronously (weights * k >= 2048 * warps), or Triton takes the weight through shared memory. Two
-# programs of the second tile fit in a multiprocessor: for outputs that are short of tiles, or of steps along K.
+# programs of the tiles with 4 warps fit in a multiprocessor: for outputs that are short of tiles, or of steps along K.
 SUMS = {
     "emulated_mma": (Tile(128, 128, 64, 8, 3, True),),
-    "emulated": (Tile(128, 256, 64, 8, 4, True), Tile(128, 128, 64, 4, 4, True)),
+    "emulated": (
+        Tile(128, 256, 64, 8, 4, True),
+        Tile(64, 256, 64, 4, 4, True),
+        Tile(128, 128, 64, 4, 4, True),
+    ),
     "emulated_sm100": (Tile(64, 128, 64, 4, 3, True),),
 }
 INTERPRETER = Tile(64, 64, 128, 4, 1)
@@ -134,8 +142,15 @@ def dense_candidates(capability: int, native: bool, tokens: int, sums: bool = Fa
 
 
 def grouped_candidates(capability: int, native: bool, pairs: int, experts: int, sums: bool = False) -> tuple[Tile, ...]:
-    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts."""
-    return dense_candidates(capability, native, rows_per_expert(pairs, experts), sums)
+    """Tiles for `pairs` (token, expert) pairs spread over `experts` experts.
+
+    The last block of an expert's rows is half empty on average: few rows get the tile of the fewest tokens first.
+    """
+    rows = rows_per_expert(pairs, experts)
+    found = dense_candidates(capability, native, rows, sums)
+    if sums and rows <= FEW_ROWS:
+        return tuple(sorted(found, key=lambda tile: tile.tokens))
+    return found
 
 
 def choose_dense(
@@ -167,14 +182,19 @@ def choose_grouped(
     return _choose_grouped(capability, native, pairs, experts, n, k, processors, _owner(gpu), sums, tuned_path())
 
 
-def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int) -> int:
+def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int, sums: bool = False) -> int:
     """How many programs share one output tile: enough to occupy the processors, a power of two.
 
     Bounded so that each keeps four steps of K, and so that the FP32 partial sums (8 bytes each to write and read)
-    stay below the bytes of the weight they save time on.
+    stay below the bytes of the weight they save time on. From sums it is steps of the tensor core that are saved; each
+    keeps eight of them, and as programs do not exceed the processors, partial sums stay in the L2 cache.
     """
     programs = math.ceil(n / tile.weights) * math.ceil(tokens / tile.tokens)
-    limit = min(processors // max(programs, 1), k // (4 * tile.k), int(k * 0.5625 / (8 * tokens)))
+    limit = processors // max(programs, 1)
+    if sums:
+        limit = min(limit, k // (8 * tile.k))
+    else:
+        limit = min(limit, k // (4 * tile.k), int(k * 0.5625 / (8 * tokens)))
     return 1 << (limit.bit_length() - 1) if limit > 1 else 1
 
 
@@ -212,14 +232,15 @@ def save_tuned(gpu: str, winners: dict[str, Tile]) -> Path:
 def _choose_dense(capability, native, tokens, n, k, processors, owner, sums, path) -> Tile:
     candidates = dense_candidates(capability, native, tokens, sums)
     tuned = _tuned(candidates, owner, dense_key(native, tokens, n, k, sums), path)
-    return tuned or _widest(candidates, math.ceil(tokens / candidates[0].tokens), n, processors)
+    return tuned or _widest(candidates, 1, tokens, n, processors)
 
 
 @functools.lru_cache(2**14)
 def _choose_grouped(capability, native, pairs, experts, n, k, processors, owner, sums, path) -> Tile:
     candidates = grouped_candidates(capability, native, pairs, experts, sums)
     tuned = _tuned(candidates, owner, grouped_key(native, pairs, experts, n, k, sums), path)
-    return tuned or _widest(candidates, min(pairs, experts), n, processors)
+    groups, rows = min(pairs, experts), rows_per_expert(pairs, experts)
+    return tuned or _widest(candidates, groups, rows, n, processors)
 
 
 def _tuned(candidates: tuple[Tile, ...], owner: str, key: str, path: str) -> Tile | None:
@@ -228,11 +249,12 @@ def _tuned(candidates: tuple[Tile, ...], owner: str, key: str, path: str) -> Til
     return next((tile for tile in candidates if list(tile) == wanted), None)
 
 
-def _widest(candidates: tuple[Tile, ...], groups: int, n: int, processors: int) -> Tile:
+def _widest(candidates: tuple[Tile, ...], groups: int, rows: int, n: int, processors: int) -> Tile:
     """The first tile; with weights on the M side the first that still occupies every multiprocessor, else the last."""
     if not candidates[0].weights_on_m:
         return candidates[0]
-    return next((tile for tile in candidates if groups * (n // tile.weights) >= processors), candidates[-1])
+    programs = (groups * math.ceil(rows / tile.tokens) * (n // tile.weights) for tile in candidates)
+    return next((tile for tile, count in zip(candidates, programs, strict=True) if count >= processors), candidates[-1])
 
 
 def _bucket(size: int) -> int:

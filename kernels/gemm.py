@@ -109,15 +109,13 @@ def w4a4_gemm(
     sm, sums = launch.capability(device), rows.sums is not None
     tile = tile or configs.choose_dense(sm, native, m, n, k, processors(device), gpu_name(device), sums=sums)
     check_form(tile, sm, native, sums)
-    splittable = tile.weights_on_m and not sums
-    launch.require(
-        splittable or splits in (None, 1), f"splits={splits} needs codes and weights on the M side of {tile}"
-    )
+    splittable = tile.weights_on_m or splits in (None, 1)
+    launch.require(splittable, f"splits={splits} needs a tile with weights on the M side, not {tile}")
     out = launch.empty((m, n), out_dtype, device)
     if m == 0:
         return out
     if sums:
-        launch_sums(rows, weight, bias, out, tile)
+        launch_sums(rows, weight, bias, out, tile, splits)
     elif tile.weights_on_m:
         launch_decode(rows, kept, weight, bias, out, tile, splits, native)
     else:

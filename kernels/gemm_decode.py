@@ -15,10 +15,9 @@ from quads_kernels.activation import Quantized
 from quads_kernels.gemm_epilogue import biased, scaled
 from quads_kernels.gemm_launch import kept_units, processors, run
 from quads_kernels.gemm_loop import accumulate
+from quads_kernels.gemm_shares import add_shares, shares_of
 from quads_kernels.gemm_tile import EMULATED_EPILOGUE_SCALE
 from quads_kernels.rounding import cast
-
-REDUCE_COLUMNS = 1024
 
 
 @triton.jit(do_not_specialize=["kept_units", "M"])
@@ -76,41 +75,12 @@ def w4a4_decode_kernel(
         tl.store(at, cast(out, out_ptr.dtype.element_ty, HW), mask=ok)
 
 
-@triton.jit(do_not_specialize=["M"])
-def add_shares_kernel(
-    partial_ptr,
-    g_ptr,
-    gw_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N: tl.constexpr,
-    SHARES: tl.constexpr,
-    GW_PER_ROW: tl.constexpr,
-    NATIVE: tl.constexpr,
-    TN: tl.constexpr,
-    HW: tl.constexpr,
-):
-    """Add the partial sums of one row in their order, then scales and bias. Grid: (M, tiles of N)."""
-    m = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * TN + tl.arange(0, TN)
-    n_ok = n < N
-    total = tl.zeros((TN,), tl.float32)
-    for share in range(SHARES):
-        total += tl.load(partial_ptr + (share * M + m) * N + n, mask=n_ok, other=0.0)
-    g = tl.load(g_ptr + m + tl.zeros((1,), tl.int32))
-    out = scaled(total[None, :], g, gw_ptr, n, n_ok, GW_PER_ROW, 1.0 if NATIVE else EMULATED_EPILOGUE_SCALE)
-    out = biased(out, bias_ptr, n, n_ok, HW)
-    tl.store(out_ptr + m * N + n[None, :], cast(out, out_ptr.dtype.element_ty, HW), mask=n_ok[None, :])
-
-
 def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, tile, splits, native: bool) -> None:
     """Fill `out` [M, N]. Arguments are checked by `quads_kernels.gemm.w4a4_gemm`; splits: None for the default."""
     (m, n), k, device = out.shape, 2 * rows.packed.shape[1], out.device
     if splits is None:
         splits = configs.split_k(tile, m, n, k, processors(device))
-    share = k if splits == 1 else triton.cdiv(triton.cdiv(k, splits), tile.k) * tile.k
-    shares = triton.cdiv(k, share)
+    share, shares = shares_of(k, splits, tile)
     target = out if shares == 1 else launch.empty((shares, m, n), torch.float32, device)
     per_row = weight.global_scale_dec.numel() > 1
     units, unit = kept_units(kept)
@@ -121,15 +91,9 @@ def launch_decode(rows: Quantized, kept: int, weight, bias, out: torch.Tensor, t
         native,
         rows.packed, rows.block_scales, rows.global_scale_dec, rows.residual_packed, rows.residual_block_scales,
         weight.packed, weight.block_scales, weight.global_scale_dec, bias, target, units, m,
-        N=n, K=k, K_SHARE=min(share, k), KEPT_UNIT=unit, TM=tile.tokens, TN=tile.weights, BK=tile.k,
+        N=n, K=k, K_SHARE=share, KEPT_UNIT=unit, TM=tile.tokens, TN=tile.weights, BK=tile.k,
         WARPS=tile.warps, num_warps=tile.warps, num_stages=tile.stages, GW_PER_ROW=per_row, NATIVE=native,
     )  # fmt: skip
     if shares > 1:
-        run(
-            add_shares_kernel,
-            (m, triton.cdiv(n, REDUCE_COLUMNS)),
-            device,
-            False,
-            target, rows.global_scale_dec, weight.global_scale_dec, bias, out, m,
-            N=n, SHARES=shares, TN=REDUCE_COLUMNS, num_warps=4, GW_PER_ROW=per_row, NATIVE=native,
-        )  # fmt: skip
+        scale = 1.0 if native else EMULATED_EPILOGUE_SCALE.value
+        add_shares(target, rows.global_scale_dec, weight.global_scale_dec, bias, out, scale)

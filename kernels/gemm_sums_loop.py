@@ -22,6 +22,8 @@ def accumulate_sums(
     w_ptr,
     ws_ptr,
     w_rows,
+    k_begin,
+    k_end,
     K: tl.constexpr,
     TM: tl.constexpr,
     TN: tl.constexpr,
@@ -30,7 +32,7 @@ def accumulate_sums(
     HW: tl.constexpr,
     E4M3: tl.constexpr,
 ):
-    """acc + W x^T: FP32 [TN, TM], times 1 / SUMS_EPILOGUE_SCALE.
+    """acc + W x^T over k_begin <= k < k_end, a multiple of BK each, or K: FP32 [TN, TM], times 1 / SUMS_EPILOGUE_SCALE.
 
     x: FP16, rows of K in the order of sums. w, ws: bytes, rows of K/16 blocks. x_rows, w_rows: int64 [TM] and [TN],
     rows that exist: what is beside the matrix is multiplied like a row in it, and not stored.
@@ -42,12 +44,12 @@ def accumulate_sums(
     words = tl.arange(0, BK // 8)
     columns = tl.arange(0, BK)
     blocks = tl.arange(0, BK // 16)
-    w_at = w_ptr.to(tl.pointer_type(tl.uint32)) + w_rows[:, None] * (K // 8) + words[None, :]
-    ws_at = ws_ptr + w_rows[:, None] * (K // 16) + blocks[None, :]
-    x_at = x_ptr + x_rows[:, None] * K + columns[None, :]
+    w_at = w_ptr.to(tl.pointer_type(tl.uint32)) + k_begin // 8 + w_rows[:, None] * (K // 8) + words[None, :]
+    ws_at = ws_ptr + k_begin // 16 + w_rows[:, None] * (K // 16) + blocks[None, :]
+    x_at = x_ptr + k_begin + x_rows[:, None] * K + columns[None, :]
     if AHEAD:
-        scales = tl.load(ws_at, mask=(blocks < PAIRS // 16)[None, :], other=0)
-    for k0 in range(0, PAIRS, BK):
+        scales = tl.load(ws_at, mask=(blocks < (PAIRS - k_begin) // 16)[None, :], other=0)
+    for k0 in range(k_begin, min(k_end, PAIRS), BK):
         if MASK:
             w = tl.load(w_at, mask=(words < (PAIRS - k0) // 8)[None, :], other=0)
             x = tl.load(x_at, mask=(columns < PAIRS - k0)[None, :], other=0.0)
@@ -68,7 +70,7 @@ def accumulate_sums(
             scales = ahead
         w_at += BK // 8
         x_at += BK
-    if K != PAIRS:
+    if K != PAIRS and k_end == K:
         acc = add_last_block(acc, x_ptr, x_rows, w_ptr, ws_ptr, w_rows, K, TN, HW, E4M3)
     return acc
 

@@ -7,8 +7,9 @@ from quads_kernels import configs
 from quads_kernels.configs import Tile
 from quads_kernels.expert_sort import BLOCKS_PER_PROGRAM, count_kernel, place_kernel, sum_chunks_kernel
 from quads_kernels.gemm import w4a4_gemm_kernel
-from quads_kernels.gemm_decode import REDUCE_COLUMNS, add_shares_kernel, w4a4_decode_kernel
+from quads_kernels.gemm_decode import w4a4_decode_kernel
 from quads_kernels.gemm_launch import GROUP, kept_units
+from quads_kernels.gemm_shares import REDUCE_COLUMNS, add_shares_kernel
 from quads_kernels.gemm_sums import w4a4_sums_kernel
 from quads_kernels.grouped import ADD_COLUMNS, add_experts_kernel, w4a4_grouped_kernel
 from quads_kernels.variant import Variant
@@ -39,7 +40,8 @@ def variants(capability: int) -> list[Variant]:
 def _from_sums(capability: int) -> list[Variant]:
     tiles, e4m3 = configs.dense_candidates(capability, False, 4096, sums=True), capability >= 89
     found = [make(tile, e4m3) for tile in tiles for make in (_sums, _sums_in, _sums_out)]
-    return [*found, _sums(tiles[0], e4m3, k=2880, gw_per_row=True), _sums(tiles[0], e4m3, k=176)]
+    found += [_sums(tiles[0], e4m3, k=2880, gw_per_row=True), _sums(tiles[0], e4m3, k=176)]
+    return [*found, _sums(tiles[-1], e4m3, k=4096, share=1024)]
 
 
 def _dense(capability: int, native: bool) -> list[Variant]:
@@ -115,13 +117,16 @@ def _decode(tile: Tile, residual: bool, native: bool, k: int = 2048, share: int 
     )  # fmt: skip
 
 
-def _sums(tile: Tile, e4m3: bool, k: int = 2048, gw_per_row: bool = False) -> Variant:
+def _sums(tile: Tile, e4m3: bool, k: int = 2048, gw_per_row: bool = False, share: int = 0) -> Variant:
     """A dense product from sums."""
-    note = "" if k == 2048 else f"K={k}"
-    constants = dict(bias_ptr=None, N=2048, K=k, GW_PER_ROW=gw_per_row, GROUP=GROUP, E4M3=e4m3, **_tile(tile))
+    note = f"K={k} shared" if share else "" if k == 2048 else f"K={k}"
+    constants = dict(
+        bias_ptr=None, N=2048, K=k, K_SHARE=share or k, GW_PER_ROW=gw_per_row, GROUP=GROUP, E4M3=e4m3, **_tile(tile)
+    )
     return Variant(
         _name("dense", tile, None, False, note), w4a4_sums_kernel,
-        {**SUMS, "s_ptr": "*fp16", "out_ptr": "*bf16", "M": "i32"}, constants, tile.warps, tile.stages,
+        {**SUMS, "s_ptr": "*fp16", "out_ptr": "*fp32" if share else "*bf16", "M": "i32"},
+        constants, tile.warps, tile.stages,
     )  # fmt: skip
 
 
@@ -173,7 +178,7 @@ def _helpers(native: bool) -> list[Variant]:
     ids = {"ids_ptr": "*i64", "map_ptr": "*i32"}
     plan = {"members_ptr": "*i32", "place_ptr": "*i32", **{name: PLAN[name] for name in list(PLAN)[1:]}}
     place = dict(BLOCK=16, CHUNK=128, EP=128, BLOCKS_HERE=BLOCKS_PER_PROGRAM)
-    epilogue = dict(bias_ptr=None, N=2048, GW_PER_ROW=False, NATIVE=native, HW=True)
+    epilogue = dict(bias_ptr=None, N=2048, GW_PER_ROW=False, SCALE=1.0 if native else 2.0**20, HW=True)
     shares = {"partial_ptr": "*fp32", "g_ptr": "*fp32", "gw_ptr": "*fp32", "out_ptr": "*bf16", "M": "i32"}
     return [
         Variant("add shares of K", add_shares_kernel, shares,

@@ -36,10 +36,22 @@ def test_tiles_for_sums_hold_whole_pairs_of_blocks(capability):
 
 
 def test_outputs_short_of_tiles_get_a_small_one():
-    wide, narrow = configs.dense_candidates(90, False, 4096, sums=True)
+    wide, short, narrow = configs.dense_candidates(90, False, 4096, sums=True)
     assert configs.choose_dense(90, False, 4096, 2048, 2048, 132, sums=True) == wide
     assert configs.choose_dense(90, False, 256, 2048, 2048, 132, sums=True) == narrow
     assert configs.choose_grouped(90, False, 4096 * 8, 128, 1536, 2048, 132, sums=True) == wide
+    # Blocks of few rows leave less of the last one empty.
+    assert configs.choose_grouped(90, False, 100 * 128, 128, 1536, 2048, 132, sums=True) == short
+
+
+def test_few_tiles_of_sums_share_k():
+    tile = configs.dense_candidates(90, False, 256, sums=True)[-1]
+    assert configs.split_k(tile, 256, 2048, 4096, 132, sums=True) == 4
+    assert configs.split_k(tile, 4096, 2048, 2048, 132, sums=True) == 1
+    for tokens, n, k in [(4096, 2048, 2048), (256, 2048, 768), (65, 512, 8192)]:
+        shares = configs.split_k(tile, tokens, n, k, 132, sums=True)
+        programs = -(-tokens // tile.tokens) * -(-n // tile.weights)
+        assert shares == 1 or (shares * programs <= 132 and k // shares >= 8 * tile.k)
 
 
 def test_a_rank_expects_its_share_of_the_pairs():
@@ -101,7 +113,7 @@ def test_tuned_tiles_are_kept_per_gpu_and_version(monkeypatch):
     def choose(gpu: str) -> Tile:
         return configs.choose_dense(90, False, 4000, 2048, 2048, gpu=gpu, sums=True)
 
-    default, other = configs.dense_candidates(90, False, 4096, sums=True)
+    default, other, _ = configs.dense_candidates(90, False, 4096, sums=True)
     key = configs.dense_key(False, 4096, 2048, 2048, sums=True)
     assert choose("H200") == default
     configs.save_tuned("H200", {key: other})
