@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from quads_kernels.activation_tile import add_statistics, load_blocks, quantize_tile, zero_total
-from quads_kernels.rounding import amax_last, global_scale_dec
+from quads_kernels.rounding import amax_last, block_amax, global_scale_dec
 
 
 @triton.jit
@@ -50,12 +50,12 @@ def quantize_row_tile(
     if KEPT_TILE:
         kept_ok = tl.arange(0, KEPT_TILE) < kept
         x = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, kept_source, kept_ok, K, SWIGLU, HW)
-        amax = amax_last(x)
+        amax = block_amax(x)
         row_amax = tl.maximum(row_amax, amax_last(amax).to(tl.int32, bitcast=True))
     if REST_TILE:
         rest_ok = kept + tl.arange(0, REST_TILE) < width
         x2 = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, rest_source, rest_ok, K, SWIGLU, HW)
-        amax2 = amax_last(x2)
+        amax2 = block_amax(x2)
         row_amax = tl.maximum(row_amax, amax_last(amax2).to(tl.int32, bitcast=True))
     g = global_scale_dec(row_amax.to(tl.float32, bitcast=True))
     tl.store(g_ptr + rows, g, mask=row_ok)
@@ -161,7 +161,7 @@ def row_scale_kernel(
     for first in range(0, K // 16, B):
         block = first + tl.arange(0, B)
         x = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, block, block < K // 16, K, SWIGLU, HW)
-        largest = tl.maximum(largest, amax_last(x).to(tl.int32, bitcast=True))
+        largest = tl.maximum(largest, block_amax(x).to(tl.int32, bitcast=True))
     g = global_scale_dec(amax_last(largest.to(tl.float32, bitcast=True)))
     tl.store(g_ptr + rows, g, mask=row_ok)
 
@@ -190,7 +190,7 @@ def quantize_part(
         g = tl.load(g_ptr + rows, mask=row_ok, other=1.0)[:, None]
         x = load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, source, block_ok, K, SWIGLU, HW)
         total = quantize_tile(
-            x, amax_last(x), g, total, rows, row_ok, source, first, last_block, K, kept, keep_ptr, values_ptr,
+            x, block_amax(x), g, total, rows, row_ok, source, first, last_block, K, kept, keep_ptr, values_ptr,
             packed_ptr, scales_ptr, residual_packed_ptr, residual_scales_ptr, sums_ptr,
             KEPT, STATS, MASK_CHANNELS, STATS_CHANNELS, HW, R, B,
         )  # fmt: skip

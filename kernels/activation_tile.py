@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 
 from quads_kernels.rounding import (
-    amax_last,
+    block_amax,
     cast,
     dequantize_blocks,
-    pack_nibbles,
+    load_tile,
+    pack_codes,
     quantize_blocks,
+    signed_e2m1,
     to_fp32,
-    with_sign,
+    unscaled_blocks,
 )
 
 
@@ -28,34 +30,33 @@ def swiglu(gate, up, dtype: tl.constexpr, HW: tl.constexpr):
 @triton.jit
 def load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, source, block_ok, K, SWIGLU: tl.constexpr, HW: tl.constexpr):
     """FP32 [R, B, 16]: the blocks numbered `source` of `rows`; zeros where not ok. With SWIGLU x is [gate | up]."""
-    k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
-    at = x_ptr + rows.to(tl.int64)[:, None, None] * stride_m + k.to(tl.int64)[None, :, :] * stride_k
+    line = x_ptr + rows.to(tl.int64) * stride_m
+    at = line[:, None, None] + (source.to(tl.int64) * 16 * stride_k)[None, :, None]
     ok = row_ok[:, None, None] & block_ok[None, :, None]
-    x = to_fp32(tl.load(at, mask=ok, other=0.0), HW)
+    x = to_fp32(load_tile(at, ok, stride_k), HW)
     if SWIGLU:
-        up = to_fp32(tl.load(at + K.to(tl.int64) * stride_k, mask=ok, other=0.0), HW)
+        up = to_fp32(load_tile(at + K.to(tl.int64) * stride_k, ok, stride_k), HW)
         x = swiglu(x, up, x_ptr.dtype.element_ty, HW)
     return x
 
 
 @triton.jit
-def store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, width, R: tl.constexpr, B: tl.constexpr):
-    """Codes and scale bytes of destination blocks first .. last of lines of `width` blocks."""
-    block = first + tl.arange(0, B)
-    pair = first * 8 + tl.arange(0, B * 8)
-    line = rows.to(tl.int64)[:, None] * width
-    pair_ok = row_ok[:, None] & (pair < last * 8)[None, :]
-    tl.store(packed_ptr + line * 8 + pair[None, :], pack_nibbles(code, R, B * 16), mask=pair_ok)
-    tl.store(scales_ptr + line + block[None, :], byte.to(tl.uint8), mask=row_ok[:, None] & (block < last)[None, :])
+def store_codes(packed_ptr, scales_ptr, code, x, byte, rows, row_ok, first, last, width, B: tl.constexpr):
+    """Codes, with the signs of x, and scale bytes of destination blocks first .. last of lines of `width` blocks."""
+    block = rows.to(tl.int64)[:, None] * width + (first + tl.arange(0, B))[None, :]
+    ok = row_ok[:, None] & (first + tl.arange(0, B) < last)[None, :]
+    words = packed_ptr.to(tl.pointer_type(tl.uint32)) + block[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    tl.store(words, pack_codes(code, x, byte), mask=ok[:, :, None])
+    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=ok)
 
 
 @triton.jit
 def store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B: tl.constexpr):
-    """FP32 [R, B, 16] times 2^-10, to FP16, at destination blocks first .. first + B of lines of K. FP32 holds the sum
+    """FP32 [R, B, 16], rounded to FP16, at destination blocks first .. first + B of lines of K. FP32 holds the sum
     of two products e2m1 * s8 exactly, so it is rounded once."""
     k = (first + tl.arange(0, B))[:, None] * 16 + tl.arange(0, 16)[None, :]
     at = sums_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]
-    tl.store(at, (unscaled * 0.0009765625).to(tl.float16), mask=row_ok[:, None, None] & block_ok[None, :, None])
+    tl.store(at, unscaled.to(tl.float16), mask=row_ok[:, None, None] & block_ok[None, :, None])
 
 
 @triton.jit
@@ -121,24 +122,26 @@ def quantize_tile(
 ):
     """Destination blocks first .. last of some rows, x [R, B, 16]: everything but g. Returns total + sum r^2."""
     block_ok = first + tl.arange(0, B) < last
-    magnitude, code, scale, byte = quantize_blocks(x, amax, g, HW)
+    code, scale, byte = quantize_blocks(x, amax, g, HW)
     if packed_ptr is not None:
-        store_codes(packed_ptr, scales_ptr, code, byte, rows, row_ok, first, last, K // 16, R, B)
-    value = dequantize_blocks(magnitude, x.to(tl.int32, bitcast=True), scale, g)
+        store_codes(packed_ptr, scales_ptr, code, x, byte, rows, row_ok, first, last, K // 16, B)
+    e2m1 = signed_e2m1(code, x)
+    value = dequantize_blocks(e2m1, scale, g)
     if sums_ptr is not None:
-        unscaled = with_sign(magnitude * scale[:, :, None], x)
+        unscaled = unscaled_blocks(e2m1, scale)
     rest = x - value
     if STATS:
         total += energy(rest, g, STATS_CHANNELS)
     if KEPT:
         if keep_ptr is not None:
             rest = mask_residual(rest, keep_ptr, source, block_ok, MASK_CHANNELS)
-        magnitude, code, scale, byte = quantize_blocks(rest, amax_last(rest), g, HW)
+        code, scale, byte = quantize_blocks(rest, block_amax(rest), g, HW)
         if packed_ptr is not None:
-            store_codes(residual_packed_ptr, residual_scales_ptr, code, byte, rows, row_ok, first, last, kept, R, B)
-        value += dequantize_blocks(magnitude, rest.to(tl.int32, bitcast=True), scale, g)
+            store_codes(residual_packed_ptr, residual_scales_ptr, code, rest, byte, rows, row_ok, first, last, kept, B)
+        e2m1 = signed_e2m1(code, rest)
+        value += dequantize_blocks(e2m1, scale, g)
         if sums_ptr is not None:
-            unscaled += with_sign(magnitude * scale[:, :, None], rest)
+            unscaled += unscaled_blocks(e2m1, scale)
     if sums_ptr is not None:
         store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B)
     if values_ptr is not None:

@@ -16,12 +16,34 @@ INF_BITS = tl.constexpr(0x7F800000)
 GLOBAL_SCALE_DIVISOR = tl.constexpr(2688.0)
 GLOBAL_SCALE_MIN = tl.constexpr(6.018531076210112e-36)  # 2^-117
 NAN_BYTE = tl.constexpr(0x7F)
+CODE_BASE = tl.constexpr(0x4B000000)
 
 
 @triton.jit
 def finite_or_nan(amax_bits):
     """Bits of a magnitude (int32) -> FP32, where Inf has become NaN."""
     return tl.where(amax_bits >= INF_BITS, float("nan"), amax_bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def load_tile(at, ok, stride_k):
+    """[R, B, 16] from pointers [R, B, 1] to the first element of each block; zeros where not ok [R, B, 1].
+
+    Loaded in pieces of 16 bytes which are then joined, so that a block lies within one thread.
+    """
+    R: tl.constexpr = at.shape[0]
+    B: tl.constexpr = at.shape[1]
+    if at.dtype.element_ty.primitive_bitwidth == 16:
+        at += tl.arange(0, 8)[None, None, :] * stride_k
+        x = tl.join(tl.load(at, mask=ok, other=0.0), tl.load(at + 8 * stride_k, mask=ok, other=0.0))
+        x = tl.permute(x, (0, 1, 3, 2))
+    else:
+        at += tl.arange(0, 4)[None, None, :] * stride_k
+        even = tl.join(tl.load(at, mask=ok, other=0.0), tl.load(at + 8 * stride_k, mask=ok, other=0.0))
+        at += 4 * stride_k
+        odd = tl.join(tl.load(at, mask=ok, other=0.0), tl.load(at + 8 * stride_k, mask=ok, other=0.0))
+        x = tl.permute(tl.join(even, odd), (0, 1, 3, 4, 2))
+    return tl.reshape(x, (R, B, 16))
 
 
 @triton.jit
@@ -32,6 +54,21 @@ def amax_last(x):
     """
     bits = x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
     return finite_or_nan(tl.max(bits, axis=len(x.shape) - 1))
+
+
+@triton.jit
+def larger_magnitude(x):
+    """FP32 [R, B, 2 * n] -> [R, B, n]: the larger magnitude of each two neighbours, NaN where one is NaN."""
+    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+    return tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_amax(x):
+    """`amax_last` of FP32 [R, B, 16], each of whose blocks lies within one thread: one instruction an element."""
+    x = larger_magnitude(larger_magnitude(larger_magnitude(x)))
+    amax = tl.reshape(larger_magnitude(x), (x.shape[0], x.shape[1]))
+    return tl.where(amax < float("inf"), amax, float("nan"))
 
 
 @triton.jit
@@ -50,18 +87,15 @@ def round_e4m3(s):
     Adding 2^(e+20) to a number of exponent e leaves 3 mantissa bits, rounded to nearest even by the adder itself, and
     the low bits of the sum count steps of 2^(e-3). Below 2^-6 the exponent stays -6: the subnormal grid.
     """
-    is_nan = s != s
-    s = tl.where(is_nan, 0.0, s)
-    s = tl.where(s > 448.0, 448.0, s)
-    exponent = ((s.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
-    exponent = tl.where(exponent < -6, -6, exponent)
-    magic_bits = (exponent + 147) << 23
+    s = tl.minimum(s, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    exponent_bits = tl.maximum(s.to(tl.int32, bitcast=True) & INF_BITS, 0x3C800000)  # 2^-6
+    magic_bits = exponent_bits + 0x0A000000  # times 2^20
     magic = magic_bits.to(tl.float32, bitcast=True)
     total = s + magic
-    steps = total.to(tl.int32, bitcast=True) - magic_bits
-    value = tl.where(is_nan, float("nan"), total - magic)
-    byte = tl.where(is_nan, NAN_BYTE, ((exponent + 6) << 3) + steps)
-    return value, byte
+    value = total - magic
+    # The low bits of the sum count steps of a binade of 8; byte 8 * n is the first of binade n.
+    byte = (total.to(tl.int32, bitcast=True) - magic_bits) + ((exponent_bits >> 20) - 0x3C8)
+    return value, tl.where(s != s, NAN_BYTE, byte)
 
 
 @triton.jit
@@ -75,18 +109,15 @@ def decode_e4m3(byte):
 
 @triton.jit
 def round_e2m1(y):
-    """FP32 0 <= y <= 6 -> (value FP32, 3-bit code int32), nearest even. The caller saturates.
+    """FP32 0 <= y <= 6 -> int32, of which the low 22 bits are the 3-bit code, nearest even. The caller saturates.
 
-    As in `round_e4m3`, with one mantissa bit and smallest exponent 0, whose step of 0.5 covers [0, 2).
+    The code is the smallest of 2y, y + 2 and y/2 + 4, rounded to an integer, to which 2^23 is added to that end. What
+    the three share above is CODE_BASE.
     """
-    exponent_bits = y.to(tl.int32, bitcast=True) & INF_BITS
-    exponent_bits = tl.where(exponent_bits < 0x3F800000, 0x3F800000, exponent_bits)
-    magic_bits = exponent_bits + 0x0B000000  # times 2^22
-    magic = magic_bits.to(tl.float32, bitcast=True)
-    total = y + magic
-    # The low bits of the sum count steps. Twice the exponent turns them into the code, of which 3 bits are left.
-    code = (total.to(tl.int32, bitcast=True) + (exponent_bits >> 22) + 2) & 7
-    return total - magic, code
+    below_2 = tl.fma(y, 2.0, 8388608.0).to(tl.int32, bitcast=True)
+    below_4 = (y + 8388610.0).to(tl.int32, bitcast=True)
+    above = tl.fma(y, 0.5, 8388612.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(below_2, below_4), above)
 
 
 @triton.jit
@@ -97,37 +128,32 @@ def decode_e2m1(code):
 
 
 @triton.jit
-def sign_nibble(x):
-    """8 where x is negative or -0, else 0 (int32). NaN counts as positive: its sign differs between machines."""
-    top = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
-    return tl.where(x == x, top, 0) & ~7
+def signed_e2m1(code, x):
+    """int32 of `round_e2m1` and FP32 x -> FP32 e2m1 * 2^-126, exact, with the sign bit of x."""
+    bits = (code << 22) | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE_BITS)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scaled_magnitude(x, scale, HW: tl.constexpr):
-    """min(|x| / scale, 6), with IEEE division; 0 where scale is 0 or NaN. x [R, B, 16], scale [R, B], FP32.
+def quotient(x, divisor, usable, HW: tl.constexpr):
+    """min(|x| / divisor, 6) with IEEE division, 0 where not usable. x: FP32 [R, B, 16]. divisor, usable: [R, B].
 
-    With HW the reciprocal is taken once a block, and each quotient then costs a product and two FMAs (Markstein). The
-    two agree in every E2M1 code for every pair of mantissas (benchmarks/division_proof.py tries them all). Small
-    operands are first scaled up by 2^64, so that the remainder is never subnormal.
+    With HW the reciprocal and what it lacks are taken once a block, and each quotient then costs two products and an
+    FMA. It gives the right E2M1 code for every pair of mantissas (benchmarks/division_proof.py tries them all), and at
+    every magnitude, since nothing small is added to anything but a quotient.
     """
-    usable = scale > 0.0
+    divisor = tl.where(usable, divisor, 1.0)
     top = tl.broadcast_to(tl.where(usable, 6.0, 0.0)[:, :, None], x.shape)
-    magnitude = (x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS).to(tl.float32, bitcast=True)
     if HW:
-        lift = tl.where(scale < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)  # 2^-60, 2^64
-        divisor = tl.where(usable, scale * lift, 1.0)
-        inverse = tl.where(usable, tl.div_rn(1.0, divisor), 0.0)
-        a = magnitude * lift[:, :, None]
-        d = tl.broadcast_to(divisor[:, :, None], x.shape)
-        inv = tl.broadcast_to(inverse[:, :, None], x.shape)
-        y = a * inv
-        y = tl.fma(tl.fma(-y, d, a), inv, y)
-        # Inf/Inf, and Inf or NaN in the block, give NaN here. The minimum is then `top`.
-        y = tl.minimum(y, top)
+        inverse = tl.div_rn(1.0, divisor)
+        lacking = tl.fma(-divisor, inverse, 1.0)
+        lacking = tl.fma(lacking, lacking, lacking)
+        inverse = tl.broadcast_to(inverse[:, :, None], x.shape)
+        y = tl.fma(x, inverse, (x * inverse) * lacking[:, :, None])
+        # Inf and NaN in a block whose scale is NaN. The minimum is then `top`.
+        y = tl.minimum(tl.abs(y), top)
     else:
-        divisor = tl.where(usable, scale, 1.0)
-        y = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, :, None], x.shape))
+        y = tl.div_rn(tl.abs(x), tl.broadcast_to(divisor[:, :, None], x.shape))
         y = tl.where(y < top, y, top)
     return y
 
@@ -136,40 +162,73 @@ def scaled_magnitude(x, scale, HW: tl.constexpr):
 def quantize_blocks(x, amax, g, HW: tl.constexpr):
     """Quantize a tile with given global scales.
 
-    x: FP32 [R, B, 16]. amax: FP32 [R, B], `amax_last(x)`. g: FP32 [R, 1].
-    Returns (magnitude FP32 [R, B, 16], code int32 [R, B, 16] with its sign bit, scale FP32 [R, B], byte int32 [R, B]).
+    x: FP32 [R, B, 16]. amax: FP32 [R, B], `block_amax(x)`. g: FP32 [R, 1].
+    Returns (code int32 [R, B, 16], see `round_e2m1`, scale FP32 [R, B], byte int32 [R, B]).
     """
     s = tl.div_rn(amax, tl.broadcast_to(6.0 * g, amax.shape))
     scale, byte = round_e4m3(s)
-    y = scaled_magnitude(x, scale * g, HW)
-    magnitude, code = round_e2m1(y)
-    return magnitude, code | sign_nibble(x), scale, byte
+    y = quotient(x, scale * g, scale > 0.0, HW)
+    return round_e2m1(y), scale, byte
 
 
 @triton.jit
-def with_sign(magnitude, x):
-    """FP32 magnitude >= 0 (or NaN) with the sign bit of FP32 x."""
-    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE_BITS)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def dequantize_blocks(magnitude, sign, scale, g):
+def dequantize_blocks(e2m1, scale, g):
     """(e2m1 * s8) * g: FP32 [R, B, 16].
 
-    magnitude [R, B, 16] and scale [R, B], FP32: e2m1 and s8. sign: int32, bit 31 counts. g: FP32 [R, 1].
+    e2m1: FP32 [R, B, 16], of `signed_e2m1`. scale: FP32 [R, B]. g: FP32 [R, 1]. The 2^126 that is missing in e2m1 is
+    shared between the two factors so that neither overflows: s8 <= 448, and s8 * g is at most the largest number / 6.
     """
-    value = magnitude * scale[:, :, None]
-    value = value * tl.broadcast_to(g[:, :, None], value.shape)
-    bits = value.to(tl.int32, bitcast=True) | (sign & ~MAGNITUDE_BITS)
-    return bits.to(tl.float32, bitcast=True)
+    share = tl.where(g < 2.658455991569832e36, 128.0, tl.where(g < 4.253529586511731e37, 8.0, 1.0))  # 2^121, 2^125
+    value = e2m1 * (scale * (8.507059173023462e37 / share))[:, :, None]  # 2^126
+    return value * tl.broadcast_to((g * share)[:, :, None], value.shape)
 
 
 @triton.jit
-def pack_nibbles(code, R: tl.constexpr, K: tl.constexpr):
-    """Codes int32 of R*K elements, any shape, k fastest -> uint8 [R, K/2]; the even k in the low nibble."""
-    low, high = tl.split(tl.reshape(code, (R, K // 2, 2)))
-    return (low | (high << 4)).to(tl.uint8)
+def unscaled_blocks(e2m1, scale):
+    """e2m1 * s8 * 2^-10, exact: FP32 [R, B, 16]. Arguments as for `dequantize_blocks`."""
+    return e2m1 * (scale * 8.307674973655724e34)[:, :, None]  # 2^116
+
+
+@triton.jit
+def eighths(x):
+    """[R, B, 16] -> 8 tensors [R, B, 2]: elements 8 * i + j of each block."""
+    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 4, 2)))
+    a, b = tl.split(tl.reshape(low, (x.shape[0], x.shape[1], 2, 2, 2)))
+    c, d = tl.split(tl.reshape(high, (x.shape[0], x.shape[1], 2, 2, 2)))
+    x0, x4 = tl.split(a)
+    x2, x6 = tl.split(b)
+    x1, x5 = tl.split(c)
+    x3, x7 = tl.split(d)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def top_nibbles(x):
+    """32-bit [R, B, 16] -> uint32 [R, B, 2]: the 4 top bits of each element, the first one's lowest."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = eighths(x.to(tl.uint32, bitcast=True))
+    word = x7 >> 28
+    word = (word << 4) | (x6 >> 28)
+    word = (word << 4) | (x5 >> 28)
+    word = (word << 4) | (x4 >> 28)
+    word = (word << 4) | (x3 >> 28)
+    word = (word << 4) | (x2 >> 28)
+    word = (word << 4) | (x1 >> 28)
+    return (word << 4) | (x0 >> 28)
+
+
+@triton.jit
+def pack_codes(code, x, byte):
+    """Codes of `round_e2m1` with the signs of FP32 x, both [R, B, 16] -> uint32 [R, B, 2], the first k lowest.
+
+    byte: int32 [R, B]; where it is NAN_BYTE the codes are 0 already, and the signs are left out.
+    """
+    c0, c1, c2, c3, c4, c5, c6, c7 = eighths(code.to(tl.uint32, bitcast=True))
+    word = (c0 + (c1 << 4)) + ((c2 + (c3 << 4)) << 8)
+    word += ((c4 + (c5 << 4)) + ((c6 + (c7 << 4)) << 8)) << 16
+    # What CODE_BASE adds up to.
+    word -= 0xFB000000
+    signs = tl.where(byte == NAN_BYTE, 0, 0x88888888).to(tl.uint32)
+    return word | (top_nibbles(x) & tl.broadcast_to(signs[:, :, None], word.shape))
 
 
 @triton.jit

@@ -10,13 +10,14 @@ import triton.language as tl
 
 from quads_kernels import launch
 from quads_kernels.rounding import (
-    amax_last,
+    block_amax,
     cast,
-    decode_e2m1,
     decode_e4m3,
     dequantize_blocks,
-    pack_nibbles,
+    load_tile,
+    pack_codes,
     quantize_blocks,
+    signed_e2m1,
     to_fp32,
     unpack_nibbles,
 )
@@ -49,25 +50,22 @@ def weight_qdq_kernel(
     blocks = first + tl.arange(0, BLOCKS)
     row_ok = rows < N
     block_ok = blocks < K // 16
-    k = blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
-    ok = row_ok[:, None, None] & block_ok[None, :, None]
+    ok = row_ok[:, None] & block_ok[None, :]
     source = w_ptr + matrix * stride_e + rows.to(tl.int64)[:, None, None] * stride_n
-    source += k.to(tl.int64)[None, :, :] * stride_k
-    x = to_fp32(tl.load(source, mask=ok, other=0.0), HW)
+    source += (blocks.to(tl.int64) * 16 * stride_k)[None, :, None]
+    x = to_fp32(load_tile(source, ok[:, :, None], stride_k), HW)
     g = tl.load(g_ptr + matrix) + tl.zeros((ROWS, 1), tl.float32)
-    magnitude, code, scale, byte = quantize_blocks(x, amax_last(x), g, HW)
+    code, scale, byte = quantize_blocks(x, block_amax(x), g, HW)
     line = matrix * N + rows.to(tl.int64)
+    block = line[:, None] * (K // 16) + blocks[None, :]
     if values_ptr is not None:
-        value = dequantize_blocks(magnitude, x.to(tl.int32, bitcast=True), scale, g)
+        value = dequantize_blocks(signed_e2m1(code, x), scale, g)
         value = cast(value, values_ptr.dtype.element_ty, HW)
-        tl.store(values_ptr + line[:, None, None] * K + k[None, :, :], value, mask=ok)
+        tl.store(values_ptr + block[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], value, mask=ok[:, :, None])
     if packed_ptr is not None:
-        pair = first * 8 + tl.arange(0, BLOCKS * 8)
-        packed = pack_nibbles(code, ROWS, BLOCKS * 16)
-        pair_ok = row_ok[:, None] & (pair < K // 2)[None, :]
-        tl.store(packed_ptr + line[:, None] * (K // 2) + pair[None, :], packed, mask=pair_ok)
-        scales_ok = row_ok[:, None] & block_ok[None, :]
-        tl.store(scales_ptr + line[:, None] * (K // 16) + blocks[None, :], byte.to(tl.uint8), mask=scales_ok)
+        words = packed_ptr.to(tl.pointer_type(tl.uint32)) + block[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+        tl.store(words, pack_codes(code, x, byte), mask=ok[:, :, None])
+        tl.store(scales_ptr + block, byte.to(tl.uint8), mask=ok)
 
 
 @triton.jit
@@ -93,7 +91,7 @@ def weight_decode_kernel(
     byte = tl.load(scales_ptr + line[:, None] * (K // 16) + blocks[None, :], mask=ok, other=0)
     code = tl.reshape(unpack_nibbles(packed, ROWS, BLOCKS * 16), (ROWS, BLOCKS, 16)).to(tl.int32)
     g = tl.load(g_ptr + matrix) + tl.zeros((ROWS, 1), tl.float32)
-    value = dequantize_blocks(decode_e2m1(code), code << 28, decode_e4m3(byte), g)
+    value = dequantize_blocks(signed_e2m1(code & 7, code << 28), decode_e4m3(byte), g)
     value = cast(value, values_ptr.dtype.element_ty, HW)
     k = blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(values_ptr + line[:, None, None] * K + k[None, :, :], value, mask=ok[:, :, None])

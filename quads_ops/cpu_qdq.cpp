@@ -175,14 +175,13 @@ inline HalfBytes lowest_bytes(Longs v) {
 #endif
 }
 
-// Codes of a vector, two a byte. In a block with a NaN scale every magnitude is 0; a NaN counts as positive.
+// Codes of a vector, two a byte; 0 in a block with a NaN scale.
 inline HalfBytes packed_codes(Floats x, Floats scale, Floats divisor) {
     Floats magnitude = e2m1(x, divisor);
     Bits small = __builtin_convertvector(magnitude * 2.0f, Bits);
     Bits code = magnitude < 1.0f ? small : (bits(magnitude) >> 22) - (126u << 1);
-    code = scale == scale ? code : Bits{};
-    Bits sign = (bits(x) & MAGNITUDE) <= EXPONENT ? (bits(x) >> 28) & 8 : Bits{};
-    Longs pairs = (Longs)(code | sign);
+    code |= (bits(x) >> 28) & 8;
+    Longs pairs = (Longs)(scale == scale ? code : Bits{});
     return lowest_bytes(pairs | (pairs >> 28));
 }
 

@@ -5,7 +5,7 @@ All arithmetic is FP32 with IEEE division and round-to-nearest-even:
     g    = amax / 2688                                   1 if amax is 0, NaN if it is not finite, never below 2^-117
     s8   = e4m3(min(amax_block / (6 * g), 448))          0x7F (NaN) if the block holds NaN or Inf, or if g is NaN
     y    = |x| / (s8 * g)                                0 where s8 * g is 0
-    code = e2m1(y), with the sign of x                   ties to the even code, saturating at 6; a NaN gets code 0
+    code = e2m1(y), with the sign of x                   ties to the even code, saturating at 6; 0 where s8 is NaN
     x'   = (e2m1 * s8) * g
 
 `g` is `global_scale_dec`: multiply by it to decode. Weights have one per matrix, activations one per token.
@@ -49,7 +49,8 @@ def quantize(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     divisor = decode_e4m3(block_scales) * g
     y = blocks.abs() / divisor.unsqueeze(-1)
     y = torch.where((divisor == 0).unsqueeze(-1), 0.0, y)
-    codes = _e2m1_magnitude(y) | _sign_bit(blocks)
+    codes = _e2m1_magnitude(y) | blocks.signbit().to(torch.uint8) * E2M1_SIGN
+    codes = torch.where(divisor.isnan().unsqueeze(-1), 0, codes)
     return codes.reshape(x.shape), block_scales
 
 
@@ -156,8 +157,3 @@ def _e2m1_magnitude(y: torch.Tensor) -> torch.Tensor:
     for passed in (y >= 0.75, y > 1.25, y >= 1.75, y > 2.5, y >= 3.5, y > 5.0):
         code += passed
     return code
-
-
-def _sign_bit(x: torch.Tensor) -> torch.Tensor:
-    # The sign of a NaN differs between machines, so NaN counts as positive.
-    return (x.signbit() & ~x.isnan()).to(torch.uint8) * E2M1_SIGN
