@@ -1,17 +1,20 @@
-"""Try all mantissas: does the quantizer's division by reciprocal and two FMAs always give the right E2M1 code?
+"""Try all mantissas: does the quantizers' division by a reciprocal always give the right E2M1 code and E4M3 scale?
 
-    python benchmarks/division_proof.py        about half a minute on one core; needs a C++ compiler (CXX, or c++)
+    python benchmarks/division_proof.py        about a minute on one core; needs a C++ compiler (CXX, or c++)
 
-`quads_kernels.rounding.scaled_magnitude` divides |x| by the scale d of its block as
+`quads_kernels.rounding` divides x by d, the scale of a block or six times that of a row, as
 
-    inverse = 1 / d                 once a block, correctly rounded
-    y       = |x| * inverse
-    y       = fma(fma(-y, d, |x|), inverse, y)
+    r = an estimate of 1 / d            once a block, within 3 units
+    r = fma(fma(-d, r, 1), r, r)
+    c = fma(-d, r, 1)
+    c = fma(1.5 * c, c, c)
+    y = fma(x, r, (x * r) * c)          once an element
 
-and must give the E2M1 code of the correctly rounded |x| / d. A code depends on comparisons of y with 7 thresholds, and
-y errs by less than 2 units before the correction, so only x within 4 units of threshold * d matter. Scaling x or d by
-a power of two changes no mantissa (the kernel lifts small ones out of the subnormals' way). So all mantissas of d, all
-thresholds and 9 neighbours are all cases there are. The plain product with the reciprocal is counted beside it.
+and must be on the same side of every rounding threshold as the correctly rounded x / d: of the 7 between E2M1 codes,
+and of those between E4M3 numbers, whose mantissas are odd multiples of 1/16 (normal) or of 1/8, 1/4, 1/2 and 1
+(subnormal). y errs by less than 2 units, so only x within 3 units of threshold * d matter. Scaling x or d by a power of
+two changes no mantissa. So all mantissas of d, all estimates of its reciprocal, all thresholds and 7 neighbours are all
+cases there are. The plain product with the correctly rounded reciprocal is counted beside it.
 """
 
 import os
@@ -28,28 +31,39 @@ SOURCE = r"""
 
 static float from_bits(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static uint32_t bits_of(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-static int code(float y) {
-    return (y > .25f) + (y >= .75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) + (y >= 3.5f) + (y > 5.f);
-}
+static int side(float y, float threshold) { return (y > threshold) - (y < threshold); }
 
 int main() {
-    const float thresholds[] = {.25f, .75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f};
-    long tried = 0, wrong_code = 0, wrong_quotient = 0, wrong_product = 0;
+    const double thresholds[] = {.25,   .75,    1.25,   1.75,   2.5,    3.5,    5.,    1.,    1.5,   1.125, 1.375,
+                                 1.625, 1.875, 1.0625, 1.1875, 1.3125, 1.4375, 1.5625, 1.6875, 1.8125, 1.9375};
+    long tried = 0, wrong = 0, several = 0, wrong_product = 0;
     for (uint32_t mantissa = 0; mantissa < (1u << 23); mantissa++) {
-        const float d = from_bits(0x3F800000u | mantissa), inverse = 1.0f / d;
-        for (float threshold : thresholds) {
-            const uint32_t centre = bits_of(threshold * d);
-            for (int step = -4; step <= 4; step++) {
-                const float x = from_bits(centre + step), exact = x / d, product = x * inverse;
-                const float y = std::fma(std::fma(-product, d, x), inverse, product);
-                tried++;
-                wrong_code += code(y) != code(exact);
-                wrong_quotient += y != exact;
-                wrong_product += code(product) != code(exact);
+        const float d = from_bits(0x3F800000u | mantissa), nearest = 1.0f / d;
+        float found[7];
+        int count = 0;
+        for (int off = -3; off <= 3; off++) {
+            float r = from_bits(bits_of(nearest) + off);
+            r = std::fma(std::fma(-d, r, 1.0f), r, r);
+            bool known = false;
+            for (int i = 0; i < count; i++) known |= found[i] == r;
+            if (!known) found[count++] = r;
+        }
+        several += count > 1;
+        for (int i = 0; i < count; i++) {
+            const float r = found[i], lack = std::fma(-d, r, 1.0f), c = std::fma(1.5f * lack, lack, lack);
+            for (double threshold : thresholds) {
+                const float t = (float)threshold;
+                const uint32_t centre = bits_of((float)(threshold * (double)d));
+                for (int step = -3; step <= 3; step++) {
+                    const float x = from_bits(centre + step), exact = x / d;
+                    tried++;
+                    wrong += side(std::fma(x, r, (x * r) * c), t) != side(exact, t);
+                    wrong_product += side(x * nearest, t) != side(exact, t);
+                }
             }
         }
     }
-    std::printf("%ld %ld %ld %ld\n", tried, wrong_code, wrong_quotient, wrong_product);
+    std::printf("%ld %ld %ld %ld\n", tried, several, wrong, wrong_product);
 }
 """
 
@@ -62,12 +76,12 @@ def main() -> int:
         # No contraction: every FMA is one that the source says.
         subprocess.run([compiler, "-O2", "-march=native", "-ffp-contract=off", source, "-o", program], check=True)
         output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
-    tried, wrong_code, wrong_quotient, wrong_product = map(int, output.split())
-    print(f"cases tried                               {tried:>12,}")
-    print(f"wrong codes, reciprocal and two FMAs      {wrong_code:>12,}")
-    print(f"wrong quotients, reciprocal and two FMAs  {wrong_quotient:>12,}")
-    print(f"wrong codes, product with the reciprocal  {wrong_product:>12,}")
-    return 1 if wrong_code else 0
+    tried, several, wrong, wrong_product = map(int, output.split())
+    print(f"cases tried                                  {tried:>14,}")
+    print(f"divisors whose estimates end in several r    {several:>14,}")
+    print(f"wrong sides, two products and an FMA         {wrong:>14,}")
+    print(f"wrong sides, product with the reciprocal     {wrong_product:>14,}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def quantize(
     mask_channels = _check_mask(order, keep, kept, lead, k, x.device)
     stats_channels = _check_stats(stats, lead, k, x.device)
     out = _outputs(m, k, kept, values, packed, sums, x.device)
-    shared = dict(SWIGLU=swiglu, HW=launch.HW)
+    shared = dict(SWIGLU=swiglu, HW=launch.arithmetic(x.device))
     flags = dict(MASK_CHANNELS=mask_channels, STATS_CHANNELS=stats_channels, **shared)
     inputs = (
         x,
@@ -118,9 +118,10 @@ def quantize(
 def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     """Tile and warps: with KEPT_TILE and REST_TILE for rows that stay in registers, else with B, the blocks of a part.
 
-    heavy: with a mask, SwiGLU or statistics of channels, which need more registers: then at most 8 elements a thread,
-    else 16. Chosen by compiling (benchmarks/compile_report.py): no spills on any architecture. A GPU's program takes
-    one row, or several short ones; one of the interpreter, where a program costs milliseconds, takes many.
+    heavy: with a mask, SwiGLU or statistics of channels, which need more registers: then 1 or 2 blocks a thread, else 2
+    to 4, since what a thread does once is a good part of its work. Chosen by compiling (benchmarks/compile_report.py):
+    no spills on any architecture. A GPU's program takes one row, or several short ones; one of the interpreter, where a
+    program costs milliseconds, takes many.
     """
     kept_tile, rest_tile = _power_of_two(kept), _power_of_two(k // 16 - kept)
     elements = 16 * (kept_tile + rest_tile)
@@ -130,9 +131,13 @@ def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     tiles = dict(KEPT_TILE=kept_tile, REST_TILE=rest_tile)
     if launch.INTERPRETED:
         return dict(R=2**17 // _power_of_two(elements), num_warps=4, maxnreg=REGISTERS, **tiles)
-    rows = max(1, 1024 // _power_of_two(elements))
-    warps = min(16, _power_of_two(triton.cdiv(rows * elements, 32 * (8 if heavy else 16))))
-    return dict(R=rows, num_warps=warps, maxnreg=REGISTERS, **tiles)
+    rows = max(1, 64 // (kept_tile + rest_tile))
+    blocks = rows * (kept_tile + rest_tile)
+    # A block lies within one thread: what threads there are beyond the blocks of the smaller part repeat its work.
+    smaller = rows * min(kept_tile or rest_tile, rest_tile or kept_tile)
+    warps = min(smaller // 32, blocks // (32 * (1 if heavy else 2)))
+    warps = max(1, warps, triton.cdiv(blocks, 32 * (2 if heavy else 4)))
+    return dict(R=rows, num_warps=min(16, _power_of_two(warps)), maxnreg=REGISTERS, **tiles)
 
 
 def grid_slots(m: int, rows: int, experts: int, stats: torch.Tensor | None) -> int:

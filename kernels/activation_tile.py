@@ -11,7 +11,7 @@ from quads_kernels.rounding import (
     cast,
     dequantize_blocks,
     load_tile,
-    pack_codes,
+    packed_codes,
     quantize_blocks,
     signed_e2m1,
     to_fp32,
@@ -41,12 +41,14 @@ def load_blocks(x_ptr, stride_m, stride_k, rows, row_ok, source, block_ok, K, SW
 
 
 @triton.jit
-def store_codes(packed_ptr, scales_ptr, code, x, byte, rows, row_ok, first, last, width, B: tl.constexpr):
+def store_codes(
+    packed_ptr, scales_ptr, code, x, byte, rows, row_ok, first, last, width, HW: tl.constexpr, B: tl.constexpr
+):
     """Codes, with the signs of x, and scale bytes of destination blocks first .. last of lines of `width` blocks."""
     block = rows.to(tl.int64)[:, None] * width + (first + tl.arange(0, B))[None, :]
     ok = row_ok[:, None] & (first + tl.arange(0, B) < last)[None, :]
     words = packed_ptr.to(tl.pointer_type(tl.uint32)) + block[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    tl.store(words, pack_codes(code, x, byte), mask=ok[:, :, None])
+    tl.store(words, packed_codes(code, x, byte, HW), mask=ok[:, :, None])
     tl.store(scales_ptr + block, byte.to(tl.uint8), mask=ok)
 
 
@@ -124,11 +126,11 @@ def quantize_tile(
     block_ok = first + tl.arange(0, B) < last
     code, scale, byte = quantize_blocks(x, amax, g, HW)
     if packed_ptr is not None:
-        store_codes(packed_ptr, scales_ptr, code, x, byte, rows, row_ok, first, last, K // 16, B)
-    e2m1 = signed_e2m1(code, x)
-    value = dequantize_blocks(e2m1, scale, g)
+        store_codes(packed_ptr, scales_ptr, code, x, byte, rows, row_ok, first, last, K // 16, HW, B)
+    e2m1 = signed_e2m1(code, x, HW)
+    value = dequantize_blocks(e2m1, scale, g, HW)
     if sums_ptr is not None:
-        unscaled = unscaled_blocks(e2m1, scale)
+        unscaled = unscaled_blocks(e2m1, scale, HW)
     rest = x - value
     if STATS:
         total += energy(rest, g, STATS_CHANNELS)
@@ -137,11 +139,13 @@ def quantize_tile(
             rest = mask_residual(rest, keep_ptr, source, block_ok, MASK_CHANNELS)
         code, scale, byte = quantize_blocks(rest, block_amax(rest), g, HW)
         if packed_ptr is not None:
-            store_codes(residual_packed_ptr, residual_scales_ptr, code, rest, byte, rows, row_ok, first, last, kept, B)
-        e2m1 = signed_e2m1(code, rest)
-        value += dequantize_blocks(e2m1, scale, g)
+            store_codes(
+                residual_packed_ptr, residual_scales_ptr, code, rest, byte, rows, row_ok, first, last, kept, HW, B
+            )
+        e2m1 = signed_e2m1(code, rest, HW)
+        value += dequantize_blocks(e2m1, scale, g, HW)
         if sums_ptr is not None:
-            unscaled += unscaled_blocks(e2m1, scale)
+            unscaled += unscaled_blocks(e2m1, scale, HW)
     if sums_ptr is not None:
         store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B)
     if values_ptr is not None:

@@ -10,7 +10,10 @@ INTERPRETED = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1). Fixed when this module is imported."""
 
 HW = not INTERPRETED
-"""The constexpr of the same name: see `quads_kernels.rounding`."""
+"""The constexpr of the same name: see `quads_kernels.rounding`. The quantizers' is `arithmetic`."""
+
+CONVERTS_E2M1 = (100, 103, 120)
+"""Compute capabilities with instructions that convert to and from E2M1, of those that are compiled and inspected."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -23,6 +26,15 @@ def capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def arithmetic(device: torch.device) -> int:
+    """HW of a quantizer's kernel: see `quads_kernels.rounding`."""
+    return int(HW) if INTERPRETED else arithmetic_of(capability(device))
+
+
+def arithmetic_of(compute_capability: int) -> int:
+    return 3 if compute_capability in CONVERTS_E2M1 else 2
 
 
 def can_launch(device: torch.device) -> tuple[bool, str]:

@@ -3,9 +3,13 @@
 They do in FP32 and integer arithmetic what `quads_ops.nvfp4` does in torch, and equal it in every bit. No FP8 type is
 used: Triton's interpreter rounds it wrongly, and GPUs before Hopper lack it.
 
-`HW` (constexpr) says whether `tl.fma` and casts from and to BF16 are exact. They are on every GPU. Triton's interpreter
-truncates FP32 -> BF16 and garbles BF16 subnormals (all versions seen), and 3.6 rounds an FMA twice; there HW=False
-takes a slower way to the same bits. Shapes below: R rows, B blocks of 16, so a tile is [R, B, 16].
+`HW` (constexpr) says what a kernel may use. All levels give the same bits.
+  0  Triton's interpreter, which truncates FP32 -> BF16 and garbles BF16 subnormals (all versions seen), and whose FMA
+     rounds twice in 3.6: a slower way to the same bits
+  1  an exact `tl.fma` and exact casts from and to BF16, as every GPU has them
+  2  instructions of every GPU that only PTX names: the estimate of a reciprocal
+  3  those of Blackwell, too: conversion to and from E2M1
+Shapes below: R rows, B blocks of 16, so a tile is [R, B, 16].
 """
 
 import triton
@@ -17,6 +21,9 @@ GLOBAL_SCALE_DIVISOR = tl.constexpr(2688.0)
 GLOBAL_SCALE_MIN = tl.constexpr(6.018531076210112e-36)  # 2^-117
 NAN_BYTE = tl.constexpr(0x7F)
 CODE_BASE = tl.constexpr(0x4B000000)
+"""What `round_e2m1` adds to a code: the bits of 2^23."""
+CODE_BASES = tl.constexpr(0xFB000000)
+"""What eight of them add up to, each 4 bits above the last, modulo 2^32."""
 
 
 @triton.jit
@@ -84,18 +91,16 @@ def global_scale_dec(amax):
 def round_e4m3(s):
     """FP32 s >= 0 or NaN -> (value FP32, byte int32): nearest even, saturating at 448; NaN -> (NaN, 0x7F).
 
-    Adding 2^(e+20) to a number of exponent e leaves 3 mantissa bits, rounded to nearest even by the adder itself, and
-    the low bits of the sum count steps of 2^(e-3). Below 2^-6 the exponent stays -6: the subnormal grid.
+    Adding 2^(e+20) to a number of exponent e leaves 3 mantissa bits, rounded to nearest even by the adder itself.
+    Below 2^-6 the exponent stays -6: the subnormal grid.
     """
     s = tl.minimum(s, 448.0, propagate_nan=tl.PropagateNan.ALL)
     exponent_bits = tl.maximum(s.to(tl.int32, bitcast=True) & INF_BITS, 0x3C800000)  # 2^-6
-    magic_bits = exponent_bits + 0x0A000000  # times 2^20
-    magic = magic_bits.to(tl.float32, bitcast=True)
-    total = s + magic
-    value = total - magic
-    # The low bits of the sum count steps of a binade of 8; byte 8 * n is the first of binade n.
-    byte = (total.to(tl.int32, bitcast=True) - magic_bits) + ((exponent_bits >> 20) - 0x3C8)
-    return value, tl.where(s != s, NAN_BYTE, byte)
+    magic = (exponent_bits + 0x0A000000).to(tl.float32, bitcast=True)  # times 2^20
+    value = (s + magic) - magic
+    # With the bias moved from 127 to 7 the byte stands 20 bits too high, and a NaN above it.
+    byte = (value * 7.52316384526264e-37).to(tl.uint32, bitcast=True) >> 20  # 2^-120
+    return value, tl.minimum(byte, NAN_BYTE).to(tl.int32)
 
 
 @triton.jit
@@ -128,32 +133,60 @@ def decode_e2m1(code):
 
 
 @triton.jit
-def signed_e2m1(code, x):
-    """int32 of `round_e2m1` and FP32 x -> FP32 e2m1 * 2^-126, exact, with the sign bit of x."""
-    bits = (code << 22) | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE_BITS)
-    return bits.to(tl.float32, bitcast=True)
+def reciprocal(d, HW: tl.constexpr):
+    """FP32 d -> (r, c): 1 / d within a unit, and what it lacks, so that 1 / d is r + r * c to nearly 48 bits.
+
+    d in [2^-126, 2^126]. For 0, Inf and NaN one of the two is Inf or NaN. A Newton step follows the first estimate,
+    which so may err by 3 units. c is enlarged by up to a part in 2^23, so that rounding it loses nothing.
+    """
+    if HW >= 2:
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [d], tl.float32, is_pure=True, pack=1)
+    else:
+        r = tl.div_rn(1.0, d)
+    r = tl.fma(tl.fma(-d, r, 1.0), r, r)
+    c = tl.fma(-d, r, 1.0)
+    return r, tl.fma(c * 1.5, c, c)
 
 
 @triton.jit
-def quotient(x, divisor, usable, HW: tl.constexpr):
-    """min(|x| / divisor, 6) with IEEE division, 0 where not usable. x: FP32 [R, B, 16]. divisor, usable: [R, B].
+def quotient(x, r, c):
+    """x / d for (r, c) = `reciprocal(d)`: two products and an FMA.
 
-    With HW the reciprocal and what it lacks are taken once a block, and each quotient then costs two products and an
-    FMA. It gives the right E2M1 code for every pair of mantissas (benchmarks/division_proof.py tries them all), and at
-    every magnitude, since nothing small is added to anything but a quotient.
+    It is on the right side of every threshold between two E2M1 codes, and between two E4M3 numbers, for every pair of
+    mantissas (benchmarks/division_proof.py tries them all), and at every magnitude that is not far below the threshold,
+    since nothing but a quotient is added to a quotient.
     """
-    divisor = tl.where(usable, divisor, 1.0)
-    top = tl.broadcast_to(tl.where(usable, 6.0, 0.0)[:, :, None], x.shape)
+    return tl.fma(x, r, (x * r) * c)
+
+
+@triton.jit
+def block_scales(amax, g, HW: tl.constexpr):
+    """`round_e4m3(amax / (6 * g))`. amax: FP32 [R, B]. g: FP32 [R, 1], at least 2^-117."""
+    six = 6.0 * g
     if HW:
-        inverse = tl.div_rn(1.0, divisor)
-        lacking = tl.fma(-divisor, inverse, 1.0)
-        lacking = tl.fma(lacking, lacking, lacking)
-        inverse = tl.broadcast_to(inverse[:, :, None], x.shape)
-        y = tl.fma(x, inverse, (x * inverse) * lacking[:, :, None])
-        # Inf and NaN in a block whose scale is NaN. The minimum is then `top`.
+        # A reciprocal has the range of FP32 to itself; from 2^64 on both sides of the quotient are lowered by 2^64.
+        lower = tl.where(six < 1.8446744073709552e19, 1.0, 5.421010862427522e-20)
+        r, c = reciprocal(six * lower, HW)
+        infinite = six == float("inf")
+        r, c = tl.where(infinite, 0.0, r), tl.where(infinite, 0.0, c)
+        amax *= tl.broadcast_to(lower, amax.shape)
+        s = quotient(amax, tl.broadcast_to(r, amax.shape), tl.broadcast_to(c, amax.shape))
+    else:
+        s = tl.div_rn(amax, tl.broadcast_to(six, amax.shape))
+    return round_e4m3(s)
+
+
+@triton.jit
+def scaled_magnitude(x, scale, HW: tl.constexpr):
+    """min(|x| / scale, 6), with IEEE division; 0 where scale is 0 or NaN. x [R, B, 16], scale [R, B], FP32."""
+    top = tl.broadcast_to(tl.where(scale > 0.0, 6.0, 0.0)[:, :, None], x.shape)
+    if HW:
+        r, c = reciprocal(scale, HW)
+        y = quotient(x, tl.broadcast_to(r[:, :, None], x.shape), tl.broadcast_to(c[:, :, None], x.shape))
+        # NaN where the scale is 0 or NaN. The minimum is then `top`.
         y = tl.minimum(tl.abs(y), top)
     else:
-        y = tl.div_rn(tl.abs(x), tl.broadcast_to(divisor[:, :, None], x.shape))
+        y = tl.div_rn(tl.abs(x), tl.broadcast_to(tl.where(scale > 0.0, scale, 1.0)[:, :, None], x.shape))
         y = tl.where(y < top, y, top)
     return y
 
@@ -162,31 +195,61 @@ def quotient(x, divisor, usable, HW: tl.constexpr):
 def quantize_blocks(x, amax, g, HW: tl.constexpr):
     """Quantize a tile with given global scales.
 
-    x: FP32 [R, B, 16]. amax: FP32 [R, B], `block_amax(x)`. g: FP32 [R, 1].
-    Returns (code int32 [R, B, 16], see `round_e2m1`, scale FP32 [R, B], byte int32 [R, B]).
+    x: FP32 [R, B, 16]. amax: FP32 [R, B], `block_amax(x)`. g: FP32 [R, 1], at least 2^-117.
+    Returns (codes, scale FP32 [R, B], byte int32 [R, B]). The codes are for `packed_codes` and `signed_e2m1` alone:
+    int32 [R, B, 16] of `round_e2m1`, or uint32 [R, B, 2] of `convert_e2m1`.
     """
-    s = tl.div_rn(amax, tl.broadcast_to(6.0 * g, amax.shape))
-    scale, byte = round_e4m3(s)
-    y = quotient(x, scale * g, scale > 0.0, HW)
-    return round_e2m1(y), scale, byte
+    scale, byte = block_scales(amax, g, HW)
+    if HW >= 3:
+        codes = convert_e2m1(x, scale * g, byte, HW)
+    else:
+        codes = round_e2m1(scaled_magnitude(x, scale * g, HW))
+    return codes, scale, byte
 
 
 @triton.jit
-def dequantize_blocks(e2m1, scale, g):
+def signed_e2m1(codes, x, HW: tl.constexpr):
+    """Codes of `quantize_blocks` for x, FP32 [R, B, 16] -> FP32 e2m1 with the sign bit of x, exact: times
+    2^-126, but not by Blackwell's conversion. `dequantize_blocks` and `unscaled_blocks` know."""
+    if HW >= 3:
+        e2m1 = unconvert_e2m1(codes)
+    else:
+        bits = (codes << 22) | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE_BITS)
+        e2m1 = bits.to(tl.float32, bitcast=True)
+    return e2m1
+
+
+@triton.jit
+def dequantize_blocks(e2m1, scale, g, HW: tl.constexpr):
     """(e2m1 * s8) * g: FP32 [R, B, 16].
 
-    e2m1: FP32 [R, B, 16], of `signed_e2m1`. scale: FP32 [R, B]. g: FP32 [R, 1]. The 2^126 that is missing in e2m1 is
-    shared between the two factors so that neither overflows: s8 <= 448, and s8 * g is at most the largest number / 6.
+    e2m1: FP32 [R, B, 16], of `signed_e2m1`. scale: FP32 [R, B]. g: FP32 [R, 1].
     """
-    share = tl.where(g < 2.658455991569832e36, 128.0, tl.where(g < 4.253529586511731e37, 8.0, 1.0))  # 2^121, 2^125
-    value = e2m1 * (scale * (8.507059173023462e37 / share))[:, :, None]  # 2^126
-    return value * tl.broadcast_to((g * share)[:, :, None], value.shape)
+    if HW >= 3:
+        value = e2m1 * scale[:, :, None]
+    else:
+        # The 2^126 that is missing in e2m1 is shared between the two factors so that neither overflows: s8 is at most
+        # 448, and s8 * g at most a sixth of the largest number (from 2^121 and 2^125 on).
+        share = tl.where(g < 2.658455991569832e36, 128.0, tl.where(g < 4.253529586511731e37, 8.0, 1.0))
+        value = e2m1 * (scale * (8.507059173023462e37 / share))[:, :, None]
+        g *= share
+    return value * tl.broadcast_to(g[:, :, None], value.shape)
 
 
 @triton.jit
-def unscaled_blocks(e2m1, scale):
+def unscaled_blocks(e2m1, scale, HW: tl.constexpr):
     """e2m1 * s8 * 2^-10, exact: FP32 [R, B, 16]. Arguments as for `dequantize_blocks`."""
-    return e2m1 * (scale * 8.307674973655724e34)[:, :, None]  # 2^116
+    return e2m1 * (scale * (0.0009765625 if HW >= 3 else 8.307674973655724e34))[:, :, None]  # 2^-10, 2^116
+
+
+@triton.jit
+def packed_codes(codes, x, byte, HW: tl.constexpr):
+    """Codes of `quantize_blocks` for x -> uint32 [R, B, 2]: 8 codes a word, the first k lowest."""
+    if HW >= 3:
+        word = codes
+    else:
+        word = pack_codes(codes, x, byte)
+    return word
 
 
 @triton.jit
@@ -200,6 +263,15 @@ def eighths(x):
     x1, x5 = tl.split(c)
     x3, x7 = tl.split(d)
     return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def whole_blocks(x0, x1, x2, x3, x4, x5, x6, x7):
+    """The inverse of `eighths`."""
+    low = tl.join(tl.join(x0, x4), tl.join(x2, x6))
+    high = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    x = tl.join(low, high)  # [R, B, 2, bit 2 of j, bit 1, bit 0]
+    return tl.reshape(x, (x.shape[0], x.shape[1], 16))
 
 
 @triton.jit
@@ -225,10 +297,78 @@ def pack_codes(code, x, byte):
     c0, c1, c2, c3, c4, c5, c6, c7 = eighths(code.to(tl.uint32, bitcast=True))
     word = (c0 + (c1 << 4)) + ((c2 + (c3 << 4)) << 8)
     word += ((c4 + (c5 << 4)) + ((c6 + (c7 << 4)) << 8)) << 16
-    # What CODE_BASE adds up to.
-    word -= 0xFB000000
+    word -= CODE_BASES
     signs = tl.where(byte == NAN_BYTE, 0, 0x88888888).to(tl.uint32)
     return word | (top_nibbles(x) & tl.broadcast_to(signs[:, :, None], word.shape))
+
+
+@triton.jit
+def convert_e2m1(x, scale, byte, HW: tl.constexpr):
+    """Codes of x / scale with the signs of x by Blackwell's conversion: uint32 [R, B, 2]. Arguments as elsewhere.
+
+    The instruction saturates, and makes NaN a 6. So a mask leaves no code where the scale is 0 or NaN, and no sign
+    where it is NaN. The sign is taken from x, since a quotient 0 may have lost it.
+    """
+    r, c = reciprocal(scale, HW)
+    y = quotient(x, tl.broadcast_to(r[:, :, None], x.shape), tl.broadcast_to(c[:, :, None], x.shape))
+    bits = (y.to(tl.int32, bitcast=True) & MAGNITUDE_BITS) | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE_BITS)
+    y0, y1, y2, y3, y4, y5, y6, y7 = eighths(bits.to(tl.float32, bitcast=True))
+    word = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b8 b0, b1, b2, b3;
+        cvt.rn.satfinite.e2m1x2.f32 b0, $2, $1;
+        cvt.rn.satfinite.e2m1x2.f32 b1, $4, $3;
+        cvt.rn.satfinite.e2m1x2.f32 b2, $6, $5;
+        cvt.rn.satfinite.e2m1x2.f32 b3, $8, $7;
+        mov.b32 $0, {b0, b1, b2, b3};
+        }
+        """,
+        "=r,r,r,r,r,r,r,r,r",
+        [y0, y1, y2, y3, y4, y5, y6, y7],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+    mask = tl.where(scale > 0.0, 0xFFFFFFFF, tl.where(byte == NAN_BYTE, 0, 0x88888888).to(tl.uint32)).to(tl.uint32)
+    return word & tl.broadcast_to(mask[:, :, None], word.shape)
+
+
+@triton.jit
+def unconvert_e2m1(word):
+    """uint32 [R, B, 2] of `convert_e2m1` -> FP32 e2m1 [R, B, 16], by Blackwell's conversion."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b8 b0, b1, b2, b3;
+        .reg .b32 h0, h1, h2, h3;
+        .reg .f16 l, u;
+        mov.b32 {b0, b1, b2, b3}, $8;
+        cvt.rn.f16x2.e2m1x2 h0, b0;
+        cvt.rn.f16x2.e2m1x2 h1, b1;
+        cvt.rn.f16x2.e2m1x2 h2, b2;
+        cvt.rn.f16x2.e2m1x2 h3, b3;
+        mov.b32 {l, u}, h0;
+        cvt.f32.f16 $0, l;
+        cvt.f32.f16 $1, u;
+        mov.b32 {l, u}, h1;
+        cvt.f32.f16 $2, l;
+        cvt.f32.f16 $3, u;
+        mov.b32 {l, u}, h2;
+        cvt.f32.f16 $4, l;
+        cvt.f32.f16 $5, u;
+        mov.b32 {l, u}, h3;
+        cvt.f32.f16 $6, l;
+        cvt.f32.f16 $7, u;
+        }
+        """,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r",
+        [word],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return whole_blocks(x0, x1, x2, x3, x4, x5, x6, x7)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from quads_kernels.rounding import (
     decode_e4m3,
     dequantize_blocks,
     load_tile,
-    pack_codes,
+    packed_codes,
     quantize_blocks,
     signed_e2m1,
     to_fp32,
@@ -59,12 +59,12 @@ def weight_qdq_kernel(
     line = matrix * N + rows.to(tl.int64)
     block = line[:, None] * (K // 16) + blocks[None, :]
     if values_ptr is not None:
-        value = dequantize_blocks(signed_e2m1(code, x), scale, g)
+        value = dequantize_blocks(signed_e2m1(code, x, HW), scale, g, HW)
         value = cast(value, values_ptr.dtype.element_ty, HW)
         tl.store(values_ptr + block[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], value, mask=ok[:, :, None])
     if packed_ptr is not None:
         words = packed_ptr.to(tl.pointer_type(tl.uint32)) + block[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-        tl.store(words, pack_codes(code, x, byte), mask=ok[:, :, None])
+        tl.store(words, packed_codes(code, x, byte, HW), mask=ok[:, :, None])
         tl.store(scales_ptr + block, byte.to(tl.uint8), mask=ok)
 
 
@@ -91,7 +91,7 @@ def weight_decode_kernel(
     byte = tl.load(scales_ptr + line[:, None] * (K // 16) + blocks[None, :], mask=ok, other=0)
     code = tl.reshape(unpack_nibbles(packed, ROWS, BLOCKS * 16), (ROWS, BLOCKS, 16)).to(tl.int32)
     g = tl.load(g_ptr + matrix) + tl.zeros((ROWS, 1), tl.float32)
-    value = dequantize_blocks(signed_e2m1(code & 7, code << 28), decode_e4m3(byte), g)
+    value = dequantize_blocks(signed_e2m1(code & 7, code << 28, 0), decode_e4m3(byte), g, 0)
     value = cast(value, values_ptr.dtype.element_ty, HW)
     k = blocks[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(values_ptr + line[:, None, None] * K + k[None, :, :], value, mask=ok[:, :, None])
@@ -122,7 +122,7 @@ def quantize(w: torch.Tensor, g: torch.Tensor, *, values: bool, packed: bool):
     scales = launch.empty((*lead, n, k // 16), torch.uint8, w.device) if packed else None
     rows, blocks, warps = tile_shape(n, k)
     grid = (triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), g.numel())
-    tile = dict(HW=launch.HW, ROWS=rows, BLOCKS=blocks, num_warps=warps)
+    tile = dict(HW=launch.arithmetic(w.device), ROWS=rows, BLOCKS=blocks, num_warps=warps)
     args = (matrices, g.contiguous(), out, codes, scales, n, k, *matrices.stride())
     launch.start(weight_qdq_kernel, grid, w.device, *args, **tile)
     return out, codes, scales
@@ -143,7 +143,7 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, g: torch.Tensor
     out = launch.empty((*lead, n, k), dtype, packed.device)
     rows, blocks, warps = tile_shape(n, k)
     grid = (triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), g.numel())
-    tile = dict(HW=launch.HW, ROWS=rows, BLOCKS=blocks, num_warps=warps)
+    tile = dict(HW=launch.arithmetic(packed.device), ROWS=rows, BLOCKS=blocks, num_warps=warps)
     args = (packed.contiguous(), block_scales.contiguous(), g.contiguous(), out, n, k)
     launch.start(weight_decode_kernel, grid, packed.device, *args, **tile)
     return out

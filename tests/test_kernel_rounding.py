@@ -28,7 +28,7 @@ def e2m1_kernel(x, value, code, n: tl.constexpr):
     i = tl.arange(0, n)
     y = tl.load(x + i)
     c = rounding.round_e2m1(y)
-    tl.store(value + i, rounding.signed_e2m1(c, y) * 8.507059173023462e37)  # 2^126
+    tl.store(value + i, rounding.signed_e2m1(c, y, 0) * 8.507059173023462e37)  # 2^126
     tl.store(code + i, (c - rounding.CODE_BASE).to(tl.uint8))
 
 
@@ -77,8 +77,8 @@ def codes_kernel(x, g, packed, scales, values, R: tl.constexpr, K: tl.constexpr,
     tile = tl.reshape(tl.load(x + r * K + k), (R, K // 16, 16))
     scale_dec = tl.load(g + r)
     code, scale, byte = rounding.quantize_blocks(tile, rounding.block_amax(tile), scale_dec, HW)
-    value = rounding.dequantize_blocks(rounding.signed_e2m1(code, tile), scale, scale_dec)
-    words = tl.reshape(rounding.pack_codes(code, tile, byte), (R, K // 8))
+    value = rounding.dequantize_blocks(rounding.signed_e2m1(code, tile, HW), scale, scale_dec, HW)
+    words = tl.reshape(rounding.packed_codes(code, tile, byte, HW), (R, K // 8))
     tl.store(packed.to(tl.pointer_type(tl.uint32)) + r * (K // 8) + tl.arange(0, K // 8)[None, :], words)
     tl.store(scales + r * (K // 16) + tl.arange(0, K // 16)[None, :], byte.to(tl.uint8))
     tl.store(values + r * K + k, tl.reshape(value, (R, K)))
