@@ -14,6 +14,7 @@ from quads_kernels.rounding import (
     packed_codes,
     quantize_blocks,
     signed_e2m1,
+    store_tile,
     to_fp32,
     unscaled_blocks,
 )
@@ -56,9 +57,8 @@ def store_codes(
 def store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B: tl.constexpr):
     """FP32 [R, B, 16], rounded to FP16, at destination blocks first .. first + B of lines of K. FP32 holds the sum
     of two products e2m1 * s8 exactly, so it is rounded once."""
-    k = (first + tl.arange(0, B))[:, None] * 16 + tl.arange(0, 16)[None, :]
-    at = sums_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]
-    tl.store(at, unscaled.to(tl.float16), mask=row_ok[:, None, None] & block_ok[None, :, None])
+    at = sums_ptr + rows.to(tl.int64)[:, None, None] * K + (first + tl.arange(0, B))[None, :, None] * 16
+    store_tile(at, unscaled.to(tl.float16), row_ok[:, None, None] & block_ok[None, :, None])
 
 
 @triton.jit
@@ -149,10 +149,9 @@ def quantize_tile(
     if sums_ptr is not None:
         store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B)
     if values_ptr is not None:
-        k = source[:, None] * 16 + tl.arange(0, 16)[None, :]
-        at = values_ptr + rows.to(tl.int64)[:, None, None] * K + k[None, :, :]
+        at = values_ptr + rows.to(tl.int64)[:, None, None] * K + source[None, :, None] * 16
         value = cast(value, values_ptr.dtype.element_ty, HW)
-        tl.store(at, value, mask=row_ok[:, None, None] & block_ok[None, :, None])
+        store_tile(at, value, row_ok[:, None, None] & block_ok[None, :, None])
     return total
 
 

@@ -54,6 +54,29 @@ def load_tile(at, ok, stride_k):
 
 
 @triton.jit
+def store_tile(at, x, ok):
+    """Store [R, B, 16] at pointers [R, B, 1] to the first element of each block, where ok [R, B, 1]: contiguous.
+
+    In pieces of 16 bytes, as `load_tile`, so that no element changes its thread.
+    """
+    R: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(x, (R, B, 2, 8)), (0, 1, 3, 2)))
+    if x.dtype.primitive_bitwidth == 16:
+        at += tl.arange(0, 8)[None, None, :]
+        tl.store(at, low, mask=ok)
+        tl.store(at + 8, high, mask=ok)
+    else:
+        at += tl.arange(0, 4)[None, None, :]
+        a, b = tl.split(tl.permute(tl.reshape(low, (R, B, 2, 4)), (0, 1, 3, 2)))
+        c, d = tl.split(tl.permute(tl.reshape(high, (R, B, 2, 4)), (0, 1, 3, 2)))
+        tl.store(at, a, mask=ok)
+        tl.store(at + 4, b, mask=ok)
+        tl.store(at + 8, c, mask=ok)
+        tl.store(at + 12, d, mask=ok)
+
+
+@triton.jit
 def amax_last(x):
     """Largest magnitude along the last axis of an FP32 tile; NaN where the axis holds NaN or Inf.
 

@@ -18,6 +18,7 @@ from quads_kernels.rounding import (
     packed_codes,
     quantize_blocks,
     signed_e2m1,
+    store_tile,
     to_fp32,
     unpack_nibbles,
 )
@@ -61,7 +62,7 @@ def weight_qdq_kernel(
     if values_ptr is not None:
         value = dequantize_blocks(signed_e2m1(code, x, HW), scale, g, HW)
         value = cast(value, values_ptr.dtype.element_ty, HW)
-        tl.store(values_ptr + block[:, :, None] * 16 + tl.arange(0, 16)[None, None, :], value, mask=ok[:, :, None])
+        store_tile(values_ptr + block[:, :, None] * 16, value, ok[:, :, None])
     if packed_ptr is not None:
         words = packed_ptr.to(tl.pointer_type(tl.uint32)) + block[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
         tl.store(words, packed_codes(code, x, byte, HW), mask=ok[:, :, None])

@@ -250,3 +250,21 @@ def test_quotients_near_every_threshold(hw):
     same_bits(packed, nvfp4.pack(expected))
     # The plain product with the reciprocal would fail here: these inputs tell the two apart.
     assert (nvfp4._e2m1_magnitude(x.abs() * (1 / divisor)[:, None]) != expected).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["randn", "ties", "tiny", "bits", "bad"])
+def test_instructions_of_the_gpu_give_the_same_bits(case):
+    """The estimate of the reciprocal, and on Blackwell the conversions, against what every GPU and the CPU compute."""
+    if DEVICE == "cpu":
+        pytest.skip("QUADS_TEST_DEVICE=cuda runs it; here is the interpreter, which has no instructions")
+    x = block_cases()[case]
+    g = nvfp4.global_scale_dec(x.abs().amax(1))
+    expected_codes, expected_scales = nvfp4.quantize(x, g)
+    for hw in {1, 2, launch.arithmetic(torch.device("cuda"))}:
+        packed, scales = (torch.full(s, 0xEE, dtype=torch.uint8, device="cuda") for s in ((64, 128), (64, 16)))
+        values = torch.full((64, 256), NAN, device="cuda")
+        codes_kernel[(1,)](x.cuda(), g.cuda(), packed, scales, values, 64, 256, hw, enable_fp_fusion=False)
+        same_bits(packed, nvfp4.pack(expected_codes))
+        same_bits(scales, expected_scales)
+        same_bits(values, nvfp4.dequantize(expected_codes, expected_scales, g))
