@@ -11,9 +11,8 @@ A kernel's time is the largest of bytes / bandwidth, operations / tensor core pe
 registers (Hopper), integer instructions / their peak; a layer's time is the sum over its kernels. Residual compensation
 at ratio r adds r K channels to the codes that are written and read, and r of the operations; no byte of any weight.
 Emulated products of many tokens take FP16 sums of activation and residual (quads_ops.backends.takes_sums): 2 bytes a
-channel at every ratio, written by the quantizer, put in order by a copy (read and written once more) and read; no
-operation more, and no dequantization but of weights. "two products" is QUADS_EXACT_RESIDUAL=1, which multiplies codes
-twice.
+channel at every ratio, written by the quantizer and read; no operation more, and no dequantization but of weights. "two
+products" is QUADS_EXACT_RESIDUAL=1, which multiplies codes twice.
 
 Experts: uniform routing of T tokens to k of E experts touches E (1 - (1 - k/E)^T) of them on average; only their
 weights are read. Each expert's tokens (binomially many) fill whole tiles of the size that kernels/configs.py chooses;
@@ -116,9 +115,8 @@ def takes_sums(device: Device, tokens: int, ratio: float) -> bool:
 
 
 def quantizer(name: str, rows: float, k: int, ratio: float, sums: bool, read_width: int = 1) -> Kernel:
-    """Reads BF16 [rows, read_width * k], writes g, and codes, scales and the kept residual's, or sums, which a copy
-    reads and writes again."""
-    written = (2 + 4) * k if sums else CODE * k * (1 + ratio)
+    """Reads BF16 [rows, read_width * k], writes g, and codes, scales and the kept residual's, or sums."""
+    written = 2 * k if sums else CODE * k * (1 + ratio)
     return Kernel(name, rows * (2 * read_width * k + written + 4))
 
 

@@ -10,7 +10,6 @@ import torch
 
 from quads_kernels import activation, configs
 from quads_kernels.gemm import w4a4_gemm
-from quads_kernels.sum_order import in_sum_order
 from quads_ops import dispatch, nvfp4
 from quads_ops.gemm import compensated_weight, w4a4_moe
 from quads_ops.residual import ResidualMask
@@ -114,8 +113,7 @@ def products(device: torch.device, native: bool, shapes) -> str:
 
 def quantized_sums(x: torch.Tensor, kept: int, order: torch.Tensor | None = None) -> activation.Quantized:
     """Tokens as the product of many tokens takes them."""
-    rows = activation.quantize(x, kept=kept, order=order, packed=False, sums=True)
-    return rows._replace(sums=in_sum_order(rows.sums))
+    return activation.quantize(x, kept=kept, order=order, packed=False, sums=True)
 
 
 def experts(device: torch.device, backend: str) -> str:

@@ -58,8 +58,9 @@ class Quantized(NamedTuple):
     residual_block_scales: torch.Tensor | None
     """uint8 [M, kept]"""
     sums: torch.Tensor | None = None
-    """FP16 [M, K], in destination order: (e2m1 * s8 + the same of the residual, where kept) * 2^-10. Both terms are
-    exact in FP16, and their sum is rounded once; NaN where the scale byte is 0x7F. Without `global_scale_dec`."""
+    """FP16 [M, K], destination blocks in the order of `quads_kernels.sum_order`: (e2m1 * s8 + the same of the residual,
+    where kept) * 2^-10. Both terms are exact in FP16, and their sum is rounded once; NaN where the scale byte is 0x7F.
+    Without `global_scale_dec`."""
 
 
 def quantize(

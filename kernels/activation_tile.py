@@ -18,6 +18,7 @@ from quads_kernels.rounding import (
     to_fp32,
     unscaled_blocks,
 )
+from quads_kernels.sum_order import sum_columns
 
 
 @triton.jit
@@ -54,11 +55,20 @@ def store_codes(
 
 
 @triton.jit
-def store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B: tl.constexpr):
-    """FP32 [R, B, 16], rounded to FP16, at destination blocks first .. first + B of lines of K. FP32 holds the sum
-    of two products e2m1 * s8 exactly, so it is rounded once."""
-    at = sums_ptr + rows.to(tl.int64)[:, None, None] * K + (first + tl.arange(0, B))[None, :, None] * 16
-    store_tile(at, unscaled.to(tl.float16), row_ok[:, None, None] & block_ok[None, :, None])
+def store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, R: tl.constexpr, B: tl.constexpr):
+    """FP32 [R, B, 16], rounded to FP16, at destination blocks first .. first + B of lines of K, in the order of
+    `sum_order`. FP32 holds the sum of two products e2m1 * s8 exactly, so it is rounded once."""
+    even, odd = tl.split(tl.reshape(unscaled.to(tl.float16), (R, B, 4, 2, 2)))
+    q0, q2 = tl.split(even)
+    q1, q3 = tl.split(odd)
+    begin, step = sum_columns(first + tl.arange(0, B), K)
+    at = sums_ptr + rows.to(tl.int64)[:, None, None] * K + begin[None, :, None] + tl.arange(0, 4)[None, None, :]
+    ok = row_ok[:, None, None] & block_ok[None, :, None]
+    step = step[None, :, None]
+    tl.store(at, q0, mask=ok)
+    tl.store(at + step, q1, mask=ok)
+    tl.store(at + 2 * step, q2, mask=ok)
+    tl.store(at + 3 * step, q3, mask=ok)
 
 
 @triton.jit
@@ -147,7 +157,7 @@ def quantize_tile(
         if sums_ptr is not None:
             unscaled += unscaled_blocks(e2m1, scale, HW)
     if sums_ptr is not None:
-        store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, B)
+        store_sums(sums_ptr, unscaled, rows, row_ok, first, block_ok, K, R, B)
     if values_ptr is not None:
         at = values_ptr + rows.to(tl.int64)[:, None, None] * K + source[None, :, None] * 16
         value = cast(value, values_ptr.dtype.element_ty, HW)

@@ -14,7 +14,6 @@ from quads_kernels.activation import Experts, Quantized
 from quads_kernels.expert_sort import sort_by_expert
 from quads_kernels.gemm_launch import gpu_name, processors
 from quads_kernels.grouped import add_experts, grouped_gemm
-from quads_kernels.sum_order import in_sum_order
 
 
 class HiddenResidual(NamedTuple):
@@ -72,8 +71,6 @@ def fused_moe(
         gate_up, swiglu=True, experts=Experts(plan.offsets), kept=hidden.kept, order=hidden.order, keep=hidden.keep,
         stats=hidden.stats, packed=not sums, sums=sums,
     )  # fmt: skip
-    if sums:
-        inner = inner._replace(sums=in_sum_order(inner.sums))
     weight = topk_weights.contiguous().view(-1)
     partial = grouped_gemm(inner, w2, plan, tile, out_dtype=partial_dtype, pair_weight=weight, native=native)
     return add_experts(partial, plan, tokens, out_dtype)

@@ -214,10 +214,8 @@ def _(x, packed13, block_scales13, global_scale_dec13, packed2, *rest):
 def _quantized(x, kept: int, order, keep, stats, sums: bool):
     """Tokens as codes, or as sums."""
     from quads_kernels import activation
-    from quads_kernels.sum_order import in_sum_order
 
-    rows = activation.quantize(x, kept=kept, order=order, keep=keep, stats=stats, packed=not sums, sums=sums)
-    return rows._replace(sums=in_sum_order(rows.sums)) if sums else rows
+    return activation.quantize(x, kept=kept, order=order, keep=keep, stats=stats, packed=not sums, sums=sums)
 
 
 def _per_expert(line: torch.Tensor | None, experts: int) -> torch.Tensor | None:

@@ -72,7 +72,8 @@ def quantize_activation(
 
 
 def sums(rows: PackedActivation) -> torch.Tensor:
-    """(e2m1 * s8 of the activation + the same of its residual, where kept) * 2^-10, FP16 [M, K], in the form's order.
+    """(e2m1 * s8 of the activation + the same of its residual, where kept) * 2^-10, FP16 [M, K], the form's blocks in
+    the order of `quads_kernels.sum_order`.
 
     What `sums` of `quads_kernels.activation.quantize` must equal: each term is exact in FP16, the sum is rounded once,
     to nearest even, and NaN where the scale byte is 0x7F. The global scale is not in it.
@@ -82,7 +83,9 @@ def sums(rows: PackedActivation) -> torch.Tensor:
         total[:, : 2 * rows.residual_packed.shape[1]] += nvfp4.unscaled(
             nvfp4.unpack(rows.residual_packed), rows.residual_block_scales
         )
-    return (total * 2.0**-10).half()
+    from quads_kernels.sum_order import in_sum_order
+
+    return in_sum_order((total * 2.0**-10).half())
 
 
 def _quantize_rows(x: torch.Tensor, form: ResidualForm, stats: torch.Tensor | None) -> PackedActivation:

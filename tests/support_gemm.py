@@ -70,9 +70,14 @@ def in_form(a: Activations, form: str) -> Activations:
         return a
     rows = Quantized(*(None if part is None else part.cpu() for part in a.rows))
     sums = packed_activation.sums(PackedActivation(rows.global_scale_dec, *rows[2:6]))
-    values = sums.double() * 2**10 * rows.global_scale_dec.double()[:, None]
-    held = Quantized(rows.global_scale_dec, *[None] * 5, in_sum_order(sums))
+    values = in_channel_order(sums).double() * 2**10 * rows.global_scale_dec.double()[:, None]
+    held = Quantized(rows.global_scale_dec, *[None] * 5, sums)
     return Activations(Quantized(*(None if part is None else part.to(DEVICE) for part in held)), values)
+
+
+def in_channel_order(sums: torch.Tensor) -> torch.Tensor:
+    channels = in_sum_order(torch.arange(sums.shape[1])[None, :])[0]
+    return sums[:, torch.argsort(channels)]
 
 
 def weight(*shape: int) -> PackedWeight:
@@ -103,7 +108,7 @@ def decoded(rows: Quantized, lines: slice, kept: int) -> torch.Tensor:
     """FP64 [lines, K]: Xq + Rq of some rows as the quantizer gives them, with the global scale."""
     if rows.sums is not None:
         sums, g = (part[lines].cpu().double() for part in (rows.sums, rows.global_scale_dec))
-        return sums * 2**10 * g[:, None]
+        return in_channel_order(sums) * 2**10 * g[:, None]
     packed, scales, g = (part[lines].cpu() for part in (rows.packed, rows.block_scales, rows.global_scale_dec))
     values = nvfp4.unscaled(nvfp4.unpack(packed), scales).double()
     if kept:
