@@ -142,14 +142,11 @@ def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
 
 
 def grid_slots(m: int, rows: int, experts: int, stats: torch.Tensor | None) -> int:
-    """Programs per expert. With statistics each needs a line of its own; then a program takes several row tiles."""
+    """Programs per expert. Each needs a line of its own of the statistics; with fewer it takes several row tiles."""
     tiles = triton.cdiv(m, rows)
-    if stats is not None:
-        return min(tiles, stats.shape[0])
-    if experts == 1:
-        return tiles
     # Nobody here knows how many rows each expert has: enough programs for twice the average.
-    return min(tiles, _power_of_two(triton.cdiv(2 * tiles, experts)))
+    slots = tiles if experts == 1 else min(tiles, _power_of_two(triton.cdiv(2 * tiles, experts)))
+    return slots if stats is None else min(slots, stats.shape[0])
 
 
 def _power_of_two(n: int) -> int:
