@@ -32,6 +32,9 @@ PART_BLOCKS = 128
 REGISTERS = 128
 """Most registers a thread may have: what 16 warps can. Left to itself the assembler aims lower, and spills one."""
 
+MORE_REGISTERS = 168
+"""With statistics, which a program carries over its rows. Their lines limit the programs anyway, so they have room."""
+
 
 class Experts(NamedTuple):
     """Which rows belong to which expert."""
@@ -102,7 +105,7 @@ def quantize(
         None if experts is None else experts.members,
     )
     args = (*inputs, *out, stats, m, k, kept, *x.stride())
-    tile = row_tile(k, kept, heavy=keep is not None or swiglu or stats_channels)
+    tile = row_tile(k, kept, heavy=keep is not None or swiglu or stats_channels, statistics=stats is not None)
     slots = grid_slots(m, tile["R"], count, stats)
     if "KEPT_TILE" in tile:
         loop = experts is not None or slots * tile["R"] < m
@@ -116,7 +119,7 @@ def quantize(
     return out
 
 
-def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
+def row_tile(k: int, kept: int, heavy: bool, statistics: bool = False) -> dict[str, int]:
     """Tile and warps: with KEPT_TILE and REST_TILE for rows that stay in registers, else with B, the blocks of a part.
 
     heavy: with a mask, SwiGLU or statistics of channels, which need more registers: then 1 or 2 blocks a thread, else 2
@@ -138,7 +141,9 @@ def row_tile(k: int, kept: int, heavy: bool) -> dict[str, int]:
     smaller = rows * min(kept_tile or rest_tile, rest_tile or kept_tile)
     warps = min(smaller // 32, blocks // (32 * (1 if heavy else 2)))
     warps = max(1, warps, triton.cdiv(blocks, 32 * (2 if heavy else 4)))
-    return dict(R=rows, num_warps=min(16, _power_of_two(warps)), maxnreg=REGISTERS, **tiles)
+    warps = min(16, _power_of_two(warps))
+    registers = MORE_REGISTERS if statistics and warps <= 8 else REGISTERS
+    return dict(R=rows, num_warps=warps, maxnreg=registers, **tiles)
 
 
 def grid_slots(m: int, rows: int, experts: int, stats: torch.Tensor | None) -> int:

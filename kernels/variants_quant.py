@@ -90,7 +90,7 @@ def _activation(
     swiglu: bool = False,
     sums: bool = False,
 ) -> Variant:
-    tile = activation.row_tile(k, kept, heavy=bool(keep) or swiglu or stats == "channel")
+    tile = activation.row_tile(k, kept, heavy=bool(keep) or swiglu or stats == "channel", statistics=bool(stats))
     warps, registers = tile.pop("num_warps"), tile.pop("maxnreg")
     absent = [
         "members_ptr",
