@@ -32,7 +32,7 @@ TENSOR_MEMORY_COLUMNS = 512
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
 """Bytes a block may have (CUDA programming guide, table of technical specifications per compute capability)."""
 
-# The first that matches is what the kernel multiplies with.
+# The first that matches is what the kernel multiplies with, or, a quantizer, converts with.
 INSTRUCTIONS = (
     ("tcgen05 mxf4nvf4", r"tcgen05\.mma[^;]*kind::mxf4nvf4"),
     ("mma.sync mxf4nvf4", r"mma\.sync[^;]*mxf4nvf4"),
@@ -42,6 +42,7 @@ INSTRUCTIONS = (
     ("wgmma other", r"wgmma\.mma_async"),
     ("mma.sync f16", r"mma\.sync[^;]*f32\.f16\.f16\.f32"),
     ("mma.sync other", r"mma\.sync"),
+    ("cvt e2m1", r"cvt\.rn\.satfinite\.e2m1x2"),
 )
 COMPARED = ("instruction", "local_bytes", "tensor_memory")
 
@@ -65,7 +66,7 @@ class Row:
 
 
 def instruction_in(ptx: str) -> str:
-    """The matrix instruction of a kernel, "-" if it has none."""
+    """The matrix instruction of a kernel, or a quantizer's conversion to E2M1; "-" if it has neither."""
     return next((name for name, pattern in INSTRUCTIONS if re.search(pattern, ptx)), "-")
 
 

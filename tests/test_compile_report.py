@@ -32,6 +32,7 @@ PTX = {
     "wgmma other": "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, %p1, 1, 1, 0, 1;",
     "mma.sync f16": "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f1};",
     "mma.sync other": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};",
+    "cvt e2m1": "cvt.rn.satfinite.e2m1x2.f32 %b1, %f1, %f2;",
     "-": "add.f32 %f1, %f2, %f3;",
 }
 
@@ -114,6 +115,8 @@ REAL = [
     (100, "dense | native | residual | 16x128x128, 4 warps, 6 stages, weights on M", "tcgen05 mxf4nvf4"),
     (120, "dense | native | plain | 16x64x256, 4 warps, 4 stages, weights on M", "mma.sync mxf4nvf4"),
     (90, "dense | emulated | plain | 16x256x128, 8 warps, 4 stages, weights on M", "wgmma f16"),
+    (100, "activation | K=2048 kept=64", "cvt e2m1"),
+    (90, "activation | K=2048 kept=64", "-"),
 ]
 
 
