@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import html
 import json
 import re
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from support_browser import SCHEMES, dump_with, needs_browser, screenshot
 
 from quads_ops.settings import QuadsSettings
-from quads_recipe import diagnose, diagnose_html, diagnose_plots
+from quads_recipe import diagnose, diagnose_html, diagnose_plots, diagnose_report
 from quads_recipe.analysis import verdict
 from quads_recipe.analysis.cost import Cost
 from quads_recipe.analysis.decompose import decompose, summarize
@@ -147,6 +148,41 @@ def test_an_output_folder_that_cannot_be(checkpoint, sums, tmp_path, capsys):
     assert f"--out: {tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
     assert diagnose.main([*base, "--out", ""]) == 1
     assert "--out: '' names no folder; give one" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_leaves_the_last_one_whole(tmp_path, monkeypatch):
+    (tmp_path / "diagnose.json").write_text("the last one")
+
+    def full(folder, results):
+        (folder / "diagnose.json").write_text("half of")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(diagnose_report, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        diagnose_report.write(tmp_path, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["diagnose.json"]
+    assert (tmp_path / "diagnose.json").read_text() == "the last one"
+
+
+def test_the_check_of_the_output_folder_leaves_nothing(tmp_path):
+    assert list(diagnose._out_folder(str(tmp_path / "out")).iterdir()) == []
+
+
+def test_prompts_that_are_unusual_but_valid(tmp_path):
+    """Characters that end a line for Python alone; a chat beside a null."""
+    chat = [{"role": "user", "content": "1+2="}]
+    lines = [json.dumps("1+2\u2028=\u0085", ensure_ascii=False), json.dumps({"prompt": None, "messages": chat})]
+    (tmp_path / "p.jsonl").write_text("\r\n".join(lines), encoding="utf-8")
+    assert read_prompts(tmp_path / "p.jsonl") == ["1+2\u2028=\u0085", chat]
+    (tmp_path / "p.txt").write_text("1+2\u2028=\n3+4=\n", encoding="utf-8")
+    assert read_prompts(tmp_path / "p.txt") == ["1+2\u2028=", "3+4="]
+
+
+@pytest.mark.parametrize("value", [None, 1.5, 7, True])
+def test_a_prompt_that_is_neither_text_nor_chat(tmp_path, value):
+    pandas.DataFrame({"prompt": [value, value]}).to_parquet(tmp_path / "p.parquet")
+    with pytest.raises(PromptError, match="row 1: needs a text, or chat messages"):
+        read_prompts(tmp_path / "p.parquet")
 
 
 def test_a_checkpoint_without_a_weight(checkpoint, sums, tmp_path, capsys):

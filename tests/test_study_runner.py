@@ -13,6 +13,7 @@ import textwrap
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -163,6 +164,18 @@ def test_a_second_signal_to_the_command_is_ignored(monkeypatch):
     monkeypatch.setattr(cli, "run", interrupted)
     assert cli.main([]) == cli.INTERRUPTED
     assert tuple(survived) == ENDING and [signal.getsignal(name) for name in ENDING] == before
+
+
+def test_a_start_beside_a_running_study_changes_nothing(tmp_path, monkeypatch, capsys):
+    prepared = SimpleNamespace(layout=SimpleNamespace(study=tmp_path / "new"), plan=None)
+    monkeypatch.setattr("quads_recipe.study.prepare.prepare", lambda args: prepared)
+    monkeypatch.setattr("quads_recipe.study.prepare.describe", lambda prepared: [])
+    monkeypatch.setattr("quads_recipe.study.estimate.describe", lambda plan: [])
+    monkeypatch.setattr("quads_recipe.study.prepare.commit", lambda prepared: pytest.fail("the plan was written"))
+    with runner.lock(tmp_path / "new"):
+        assert cli.main(["--out", str(tmp_path / "new")]) == cli.WRONG
+    assert "another `quads study` is running" in capsys.readouterr().err
+    plan.require_ours(tmp_path / "new")
 
 
 def test_what_is_ignored_stays_ignored(monkeypatch):

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -47,13 +48,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 when the report was written, 1 on a wrong argument or an unsuitable model."""
+    """0 when the report was written, 1 on a wrong argument or an unsuitable model, 130 when interrupted."""
     args = parser().parse_args(argv)
     try:
         run(args)
     except (DiagnoseError, PromptError, SettingsError, UnsupportedVersion, FileNotFoundError) as error:
         print(f"quads diagnose: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("quads diagnose: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -82,7 +86,13 @@ def run(args: argparse.Namespace) -> Path:
         "seconds": round(time.monotonic() - started, 1),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
-    page = diagnose_report.write(out, results)
+    try:
+        page = diagnose_report.write(out, results)
+    except OSError as error:
+        raise DiagnoseError(
+            f"--out {out}: can't write the report: {error.strerror}; make room or give another folder, and run it "
+            "again. What was in the folder before is unchanged"
+        ) from None
     say(f"report: {page}")
     print("\n".join(diagnose_report.terminal_lines(results)))
     return page
@@ -170,7 +180,8 @@ def _out_folder(given: str | None) -> Path:
     out = given_folder(time.strftime("runs/diagnose-%Y%m%d-%H%M%S") if given is None else given)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "diagnose.json").touch()
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise DiagnoseError(f"--out {out}: can't write there: {error.strerror}") from None
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,7 +59,18 @@ def contents(
 
 
 def write(folder: Path, results: dict) -> Path:
-    """Write everything into `folder`; returns the path of the HTML page."""
+    """Write everything into `folder`; returns the path of the HTML page.
+
+    Files appear there when all of them are written: an earlier report stays whole where that fails (OSError).
+    """
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as part:
+        _write(Path(part), results)
+        for file in Path(part).iterdir():
+            file.replace(folder / file.name)
+    return folder / PAGE
+
+
+def _write(folder: Path, results: dict) -> None:
     from quads_recipe import diagnose_html, diagnose_plots
 
     (folder / "diagnose.json").write_text(json.dumps(results, indent=1, allow_nan=True) + "\n")
@@ -71,9 +83,8 @@ def write(folder: Path, results: dict) -> Path:
     drawings = diagnose_plots.draw_all(results)
     for name, drawing in drawings.items():
         (folder / f"{name}.png").write_bytes(drawing.png)
-    page = folder / PAGE
-    page.write_text(diagnose_html.page(results, {name: d.svg for name, d in drawings.items()}), encoding="utf-8")
-    return page
+    page = diagnose_html.page(results, {name: d.svg for name, d in drawings.items()})
+    (folder / PAGE).write_text(page, encoding="utf-8")
 
 
 def tables(results: dict) -> dict[str, list[dict]]:

@@ -68,7 +68,8 @@ def _ids(prompt: Prompt, number: int, tokenizer, raw: bool) -> list[int]:
 
 def _text(path: Path):
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a text may hold other characters that end a line, as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise PromptError(f"--data {path}: is not UTF-8 text: {error}") from None
     return (line for line in lines if line.strip())
@@ -81,7 +82,7 @@ def _jsonl(path: Path):
         except json.JSONDecodeError as error:
             raise PromptError(f"--data {path}: prompt {number} is not JSON: {error}") from None
         if isinstance(value, dict):
-            value = value.get("prompt", value.get("messages"))
+            value = value.get("messages") if value.get("prompt") is None else value["prompt"]
         yield _checked(value, f"{path}: prompt {number}")
 
 
@@ -96,7 +97,10 @@ def _parquet(path: Path):
         columns = ", ".join(map(str, frame.columns))
         raise PromptError(f"--data {path}: has no column `prompt`, which verl reads; it has {columns}")
     for number, value in enumerate(frame["prompt"], 1):
-        yield _checked(value if isinstance(value, str) else list(value), f"{path}: row {number}")
+        # Chats come as arrays of numpy.
+        yield _checked(
+            list(value) if hasattr(value, "__iter__") and not isinstance(value, str) else value, f"{path}: row {number}"
+        )
 
 
 def _checked(value, where: str) -> Prompt:

@@ -111,6 +111,7 @@ def _compare(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Trains, evaluates and reports. Raises StudyError, OSError, KeyboardInterrupt."""
     from quads_recipe.study import estimate, prepare
+    from quads_recipe.study.runner import lock
 
     if args.jobs < 1:
         raise StudyError(f"--jobs: {args.jobs}; give at least 1")
@@ -119,18 +120,19 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("".join(f"can't start here: {one}\n" for one in prepared.lacking), end="")
         return 0
-    prepare.commit(prepared)
-    return _work(prepared, args.jobs)
+    with lock(prepared.layout.study):  # before the plan: a start beside a running study changes nothing
+        prepare.commit(prepared)
+        return _work(prepared, args.jobs)
 
 
 def _work(prepared, jobs: int) -> int:
     from quads_recipe.study import report
     from quads_recipe.study.machine import code_digest
     from quads_recipe.study.progress import StudyDisplay
-    from quads_recipe.study.runner import Runner, lock
+    from quads_recipe.study.runner import Runner
 
     plan, layout = prepared.plan, prepared.layout
-    with lock(layout.study), StudyDisplay(plan, layout, jobs=jobs) as display:
+    with StudyDisplay(plan, layout, jobs=jobs) as display:
         runner = Runner(plan, layout, prepared.policy, display, code_digest(), prepared.own_data)
         try:
             failed = _train_and_evaluate(prepared, runner, display, jobs)

@@ -14,6 +14,7 @@ from quads_recipe.paths import given_folder
 
 PLAN = "plan.json"
 POLICY = "policy"
+LOCK = ".lock"
 """A starting policy made for a study, while its arguments are checked: before the plan is there."""
 FORMAT = 1
 # These say how much of a study there is, not what one run of it is; they may grow.
@@ -159,7 +160,11 @@ def require_ours(folder: Path) -> None:
         given_folder(folder)
     except argparse.ArgumentTypeError as error:
         raise StudyError(f"--out: {error}") from None
-    if folder.is_dir() and not (folder / PLAN).is_file() and any(file.name != POLICY for file in folder.iterdir()):
+    if (
+        folder.is_dir()
+        and not (folder / PLAN).is_file()
+        and any(file.name not in (POLICY, LOCK) for file in folder.iterdir())
+    ):
         raise StudyError(f"--out: {folder} is not empty and holds no {PLAN}; give another folder")
 
 

@@ -13,7 +13,7 @@ from quads_recipe.demo_process import TrainerProcess, error_lines
 from quads_recipe.ending_signals import undisturbed
 from quads_recipe.study import collect, command, data, leftover
 from quads_recipe.study.layout import Layout, Run
-from quads_recipe.study.plan import Plan, StudyError
+from quads_recipe.study.plan import LOCK, Plan, StudyError
 
 STALL_SECONDS = 3600.0
 """A run whose log does not grow for so long is ended and counts as failed."""
@@ -166,13 +166,14 @@ class Attempt:
 
 
 def lock(study: Path):
-    """An open file that holds the lock on a study's folder; closing it releases it.
+    """An open file that holds the lock on a study's folder, which is made; closing it releases it.
 
     Raises StudyError: another `quads study` works in the folder.
     """
     import fcntl
 
-    file = (study / ".lock").open("w")
+    study.mkdir(parents=True, exist_ok=True)
+    file = (study / LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
