@@ -43,6 +43,15 @@ def edit(folder, *without, **tensors):
     save_file(stored | tensors, folder / FILE, {"format": "pt"})
 
 
+def test_a_tied_head_that_is_stored_too(tmp_path):
+    """As some tools save it. transformers compares the two, and headers have no values."""
+    save_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}
+    save_file(stored | head, tmp_path / "model.safetensors", {"format": "pt"})
+    assert check(tmp_path) == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_transformers_saves_passes(tmp_path, family, tied):

@@ -111,6 +111,9 @@ def _load(model: nn.Module, stored: Mapping[str, torch.Tensor]):
     with _no_progress_bar():
         found, _ = convert_and_load_state_dict_in_model(model, dict(stored), load, tp_plan=None)
     model.mark_tied_weights_as_initialized(found)
+    # Of two tied weights that are both stored transformers compares the values, which are not here.
+    pairs = (model.all_tied_weights_keys or {}).items()
+    found.missing_keys.update(target for target, source in pairs if not {target, source} & found.missing_keys)
     model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(found)
     return found

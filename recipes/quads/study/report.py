@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,14 +22,23 @@ def write(folder: Path, about: Mapping) -> dict:
     """Reads a study's folder and writes its report/. Returns the contents of results.json.
 
     about: what the folder itself doesn't say (see `describe`).
+    Files appear there when all of them are written: an earlier report stays whole where that fails (OSError).
     Raises StudyError if the folder holds no study.
     """
-    from quads_recipe.study import html, plots
-
     found = gathered.load(folder)
     results = gathered.contents(found, {**about, "seconds": _seconds(found)})
-    out = Layout(folder).report
-    out.mkdir(exist_ok=True)
+    report = Layout(folder).report
+    report.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=report) as part:
+        _write(Path(part), found, results)
+        for file in Path(part).iterdir():
+            file.replace(report / file.name)
+    return results
+
+
+def _write(out: Path, found: gathered.Found, results: dict) -> None:
+    from quads_recipe.study import html, plots
+
     (out / "results.json").write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
     for name, rows in tables(found, results).items():
         _write_csv(out / f"{name}.csv", rows)
@@ -36,7 +46,6 @@ def write(folder: Path, about: Mapping) -> dict:
     for name, drawing in drawings.items():
         (out / f"{name}.png").write_bytes(drawing.png)
     (out / PAGE).write_text(html.page(results, {name: d.svg for name, d in drawings.items()}), encoding="utf-8")
-    return results
 
 
 def _seconds(found: gathered.Found) -> float:
