@@ -109,6 +109,7 @@ def compensate_grouped(
 ) -> torch.Tensor:
     if backend == "torch":
         return residual.compensate_grouped(x, counts, keep, stats=stats)
+    residual.check_groups(x, counts, keep, stats)
     from quads_kernels import activation
 
     offsets = torch.tensor((0, *accumulate(counts)), dtype=torch.int32).to(x.device)

@@ -114,6 +114,24 @@ def compensate_grouped(
     x: [M, K], sorted by group; counts: rows of each group, adding up to M; keep: bool [groups, K/16] or [groups, K].
     stats: FP32 of the shape of keep; each group's sum of r^2 is added in place. Raises ValueError on a wrong shape.
     """
+    check_groups(x, counts, keep, stats)
+    k = x.shape[-1]
+    if cpu_qdq.takes(x):
+        kind = cpu_qdq.KEEP_CHANNELS if keep.shape[-1] == k else cpu_qdq.KEEP_BLOCKS
+        return cpu_qdq.compensate(x, kind, keep, stats, counts)
+    granularity = "channel" if keep.shape[-1] == k else "block"
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    for group, rows in enumerate(x.split(list(counts))):
+        mask = ResidualMask(**{f"{granularity}s": keep[group]})
+        start = sum(counts[:group])
+        out[start : start + rows.shape[0]] = reference_compensate(
+            rows, mask, stats=None if stats is None else stats[group]
+        )
+    return out
+
+
+def check_groups(x: torch.Tensor, counts: Sequence[int], keep: torch.Tensor, stats: torch.Tensor | None) -> None:
+    """Raise ValueError unless the arguments of `compensate_grouped` fit together: a kernel would write elsewhere."""
     _check_tokens(x)
     k = x.shape[-1]
     if (
@@ -132,18 +150,6 @@ def compensate_grouped(
         _check_stats(stats, k, (len(counts),))
         if stats.shape != keep.shape:
             raise ValueError(f"stats of shape {tuple(stats.shape)} must have the shape of keep, {tuple(keep.shape)}")
-    if cpu_qdq.takes(x):
-        kind = cpu_qdq.KEEP_CHANNELS if keep.shape[-1] == k else cpu_qdq.KEEP_BLOCKS
-        return cpu_qdq.compensate(x, kind, keep, stats, counts)
-    granularity = "channel" if keep.shape[-1] == k else "block"
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    for group, rows in enumerate(x.split(list(counts))):
-        mask = ResidualMask(**{f"{granularity}s": keep[group]})
-        start = sum(counts[:group])
-        out[start : start + rows.shape[0]] = reference_compensate(
-            rows, mask, stats=None if stats is None else stats[group]
-        )
-    return out
 
 
 def token_scale(x: torch.Tensor) -> torch.Tensor:

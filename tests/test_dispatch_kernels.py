@@ -100,6 +100,14 @@ def test_compensate_grouped(size):
     torch.testing.assert_close(stats[0].cpu(), stats[1], rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("counts", [[4, 0, 6], [4, 0, 4], [12, 0, -3]], ids=str)
+def test_counts_that_are_not_the_rows_are_refused(counts):
+    """Before a kernel reads, and writes, rows that do not exist."""
+    x, keep = torch.randn(9, 96, device=DEVICE), torch.ones(3, 6, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match="do not add up to the 9 rows"):
+        dispatch.compensate_grouped(x, counts, keep)
+
+
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("with_experts", [False, True])
 def test_quantize_activation(with_experts, swiglu):
