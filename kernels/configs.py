@@ -210,7 +210,8 @@ def grouped_key(native: bool, pairs: int, experts: int, n: int, k: int, sums: bo
 def tuned_path() -> str:
     """The cache file of tuned tiles: $QUADS_TUNED_TILES, or tuned_tiles.json in the user's cache.
 
-    Read once in a process, and again after `save_tuned`, or where the variable names another file.
+    Read once in a process, and again after `save_tuned`, or where the variable names another file. What holds no tuned
+    tiles raises ValueError in `choose_*` and `save_tuned`; a file that is not there is none.
     """
     return os.environ.get("QUADS_TUNED_TILES") or _default_path(os.environ.get("XDG_CACHE_HOME"))
 
@@ -221,7 +222,12 @@ def save_tuned(gpu: str, winners: dict[str, Tile]) -> Path:
     content = _load(str(path))
     content.setdefault(_owner(gpu), {}).update({key: list(tile) for key, tile in winners.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    whole = path.with_name(f".{path.name}.{os.getpid()}")  # so that no reader sees half of it
+    try:
+        whole.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        whole.replace(path)
+    finally:
+        whole.unlink(missing_ok=True)
     for cached in (_load, _choose_dense, _choose_grouped):
         cached.cache_clear()
     return path
@@ -272,4 +278,19 @@ def _default_path(cache_home: str | None) -> str:
 
 @functools.cache
 def _load(path: str) -> dict:
-    return json.loads(Path(path).read_text()) if Path(path).exists() else {}
+    try:
+        content = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_no_tiles(path)} ({error})") from error
+    if not isinstance(content, dict) or not all(isinstance(tiles, dict) for tiles in content.values()):
+        raise ValueError(_no_tiles(path))
+    return content
+
+
+def _no_tiles(path: str) -> str:
+    return (
+        f"{path} holds no tuned tiles; delete it, set QUADS_TUNED_TILES to another file, or write it anew with "
+        "benchmarks/gpu_bench.py --tune"
+    )

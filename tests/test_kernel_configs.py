@@ -136,6 +136,41 @@ def test_another_file_of_tuned_tiles_is_read_at_once(tmp_path, monkeypatch):
     assert configs.tuned_path() == str(tmp_path / "quads" / "tuned_tiles.json")
 
 
+@pytest.mark.parametrize("text", ['{"H200 triton 3', "[]", '{"H200 triton 3.9.0": 5}', "", "\0\xff"])
+def test_a_file_of_something_else_is_named(text, tmp_path):
+    path = tmp_path / "tiles.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{path} holds no tuned tiles; delete it"):
+        configs.choose_dense(90, False, 16, 2048, 2048)
+    with pytest.raises(ValueError, match=f"{path} holds no tuned tiles; delete it"):
+        configs.save_tuned("H200", {})
+    assert path.read_bytes() == text.encode("latin-1")
+
+
+def test_a_folder_of_tuned_tiles_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUADS_TUNED_TILES", str(tmp_path))
+    with pytest.raises(ValueError, match="holds no tuned tiles; .* set QUADS_TUNED_TILES to another file"):
+        configs.choose_grouped(90, False, 128, 16, 2048, 2048)
+
+
+def test_tuned_tiles_are_written_as_a_whole(tmp_path, monkeypatch):
+    """What can't be written leaves the file of before, and nothing beside it."""
+    tile = configs.dense_candidates(90, False, 4096)[0]
+    configs.save_tuned("H200", {configs.dense_key(False, 4096, 2048, 2048): tile})
+    before = (tmp_path / "tiles.json").read_text()
+
+    def full(path, text):
+        path.open("w").write(text[:10])
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(configs.Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            configs.save_tuned("H100", {configs.dense_key(False, 4096, 2048, 2048): tile})
+    assert (tmp_path / "tiles.json").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["tiles.json"]
+
+
 def test_a_tuned_tile_that_is_not_listed_is_ignored():
     key = configs.dense_key(False, 4096, 2048, 2048)
     configs.save_tuned("H200", {key: Tile(256, 256, 64, 8, 3)})
