@@ -23,6 +23,9 @@ from quads_kernels.rounding import (
     unpack_nibbles,
 )
 
+MOST_PROGRAMS = 65535
+"""Along the second and the third axis of a CUDA grid."""
+
 
 @triton.jit
 def tile_of_matrix(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
@@ -107,6 +110,15 @@ def tile_shape(n: int, k: int) -> tuple[int, int, int]:
     return rows, blocks, 4
 
 
+def _grid(n: int, k: int, matrices: int, rows: int, blocks: int) -> tuple[int, int, int]:
+    launch.require(
+        n <= MOST_PROGRAMS * rows and matrices <= MOST_PROGRAMS,
+        f"a weight with K={k} may have {MOST_PROGRAMS * rows} rows and {MOST_PROGRAMS} matrices, got {n} and "
+        f"{matrices}; quantize parts of it",
+    )
+    return triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), matrices
+
+
 def quantize(w: torch.Tensor, g: torch.Tensor, *, values: bool, packed: bool):
     """Quantize each matrix with its scale, in one pass over it.
 
@@ -118,11 +130,11 @@ def quantize(w: torch.Tensor, g: torch.Tensor, *, values: bool, packed: bool):
     *lead, n, k = w.shape
     launch.require_k(k)
     matrices = w.reshape(g.numel(), n, k)
+    rows, blocks, warps = tile_shape(n, k)
+    grid = _grid(n, k, g.numel(), rows, blocks)
     out = launch.empty(w.shape, w.dtype, w.device) if values else None
     codes = launch.empty((*lead, n, k // 2), torch.uint8, w.device) if packed else None
     scales = launch.empty((*lead, n, k // 16), torch.uint8, w.device) if packed else None
-    rows, blocks, warps = tile_shape(n, k)
-    grid = (triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), g.numel())
     tile = dict(HW=launch.arithmetic(w.device), ROWS=rows, BLOCKS=blocks, num_warps=warps)
     args = (matrices, g.contiguous(), out, codes, scales, n, k, *matrices.stride())
     launch.start(weight_qdq_kernel, grid, w.device, *args, **tile)
@@ -141,9 +153,9 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, g: torch.Tensor
     launch.require_k(k)
     launch.require_tensor("block_scales", block_scales, torch.uint8, packed.device, (*lead, n, k // 16))
     launch.require(dtype in launch.FLOATS, f"weights decode to one of {launch.FLOATS}, not {dtype}")
-    out = launch.empty((*lead, n, k), dtype, packed.device)
     rows, blocks, warps = tile_shape(n, k)
-    grid = (triton.cdiv(k // 16, blocks), triton.cdiv(n, rows), g.numel())
+    grid = _grid(n, k, g.numel(), rows, blocks)
+    out = launch.empty((*lead, n, k), dtype, packed.device)
     tile = dict(HW=launch.arithmetic(packed.device), ROWS=rows, BLOCKS=blocks, num_warps=warps)
     args = (packed.contiguous(), block_scales.contiguous(), g.contiguous(), out, n, k)
     launch.start(weight_decode_kernel, grid, packed.device, *args, **tile)

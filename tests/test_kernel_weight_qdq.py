@@ -124,3 +124,23 @@ def test_bad_arguments_are_named():
     packed, scales = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 3, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"block_scales must have shape \(4, 2\), got \(4, 3\)"):
         weight_qdq.dequantize(packed.to(DEVICE), scales.to(DEVICE), g, torch.float32)
+
+
+def test_more_matrices_than_a_grid_holds_are_refused():
+    """Before anything is allocated; CUDA would only say "invalid argument"."""
+    w, g = torch.zeros(1, 1, 16, device=DEVICE).expand(65536, 1, 16), torch.ones(65536, device=DEVICE)
+    with pytest.raises(ValueError, match="may have .* 65535 matrices, got 1 and 65536; quantize parts of it"):
+        weight_qdq.quantize(w, g, values=True, packed=True)
+    codes, scales = (torch.zeros(1, 1, n, dtype=torch.uint8, device=DEVICE).expand(65536, 1, n) for n in (8, 1))
+    with pytest.raises(ValueError, match="65535 matrices"):
+        weight_qdq.dequantize(codes, scales, g, torch.float32)
+    assert weight_qdq.quantize(w[:3], g[:3], values=True, packed=False)[0].shape == (3, 1, 16)
+
+
+def test_more_rows_than_a_grid_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(weight_qdq, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(weight_qdq, "tile_shape", lambda n, k: (4, 1, 4))
+    w, g = torch.zeros(9, 16, device=DEVICE), torch.tensor(1.0, device=DEVICE)
+    with pytest.raises(ValueError, match="a weight with K=16 may have 8 rows and 2 matrices, got 9 and 1"):
+        weight_qdq.quantize(w, g, values=True, packed=False)
+    assert weight_qdq.quantize(w[:8], g, values=True, packed=False)[0].shape == (8, 16)
