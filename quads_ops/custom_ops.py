@@ -29,7 +29,7 @@ def expert_slots(experts: int) -> int:
 def fake_quantize_weight(w: torch.Tensor, g: torch.Tensor, backend: str) -> torch.Tensor:
     arguments.scale_values("fake_quantize_weight", g)
     if backend == "torch":
-        return weights.fake_quantize_weight(w, g)
+        return weights.fake_quantize_weight(w, g).contiguous()  # as the fake is: torch keeps strides of w
     from quads_kernels import weight_qdq
 
     return weight_qdq.quantize(w, g, values=True, packed=False)[0]
@@ -45,7 +45,7 @@ def quantize_weight(w: torch.Tensor, g: torch.Tensor, backend: str) -> tuple[tor
     arguments.scale_values("quantize_weight", g)
     if backend == "torch":
         packed = weights.quantize_weight(w, g)
-        return packed.packed, packed.block_scales
+        return packed.packed.contiguous(), packed.block_scales.contiguous()
     from quads_kernels import weight_qdq
 
     return weight_qdq.quantize(w, g, values=False, packed=True)[1:]
@@ -62,7 +62,7 @@ def dequantize_weight(
 ) -> torch.Tensor:
     arguments.scale_values("dequantize_weight", g)
     if backend == "torch":
-        return weights.dequantize_weight(weights.PackedWeight(packed, block_scales, g)).to(dtype)
+        return weights.dequantize_weight(weights.PackedWeight(packed, block_scales, g)).to(dtype).contiguous()
     from quads_kernels import weight_qdq
 
     return weight_qdq.dequantize(packed, block_scales, g, dtype)
@@ -152,7 +152,8 @@ def quantize_activation(
     """The fields of a PackedActivation, where [M, 0] stands for no residual."""
     if backend == "torch":
         experts = None if offsets is None else ExpertRows(offsets, members)
-        out = packed_activation.quantize_activation(x, ResidualForm(kept, order, keep), experts, stats, swiglu)
+        found = packed_activation.quantize_activation(x, ResidualForm(kept, order, keep), experts, stats, swiglu)
+        out = packed_activation.PackedActivation(*(None if part is None else part.contiguous() for part in found))
     else:
         from quads_kernels import activation
 

@@ -42,7 +42,7 @@ def moe(
         hidden = compensate(gated(gate_up), "w4a4", residual_of(form2, gate_up.shape[-1] // 2, expert), stats=stats)
         result = reorder_columns(hidden, form2, expert) @ dequantize_weight(_one(w2, expert)).t()
         parts[token, slot] = result * topk_weights[token, slot, None]
-    total = torch.zeros_like(parts[:, 0])
+    total = parts.new_zeros(parts.shape[0], parts.shape[2])
     for slot in range(topk_ids.shape[1]):
         total += parts[:, slot]
     return total.to(out_dtype)

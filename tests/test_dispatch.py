@@ -299,6 +299,30 @@ def test_opcheck(case):
     torch.library.opcheck(getattr(custom_ops, case.split()[0]), operators()[case])
 
 
+def mirrored(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the last two dimensions swapped in memory."""
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_lie_in_memory_as_the_fakes_say(compiled, monkeypatch):
+    """What torch.compile plans with: contiguous, however the arguments lie."""
+    if not compiled:
+        monkeypatch.setattr(cpu_qdq, "takes", lambda x: False)
+    w, x, order = mirrored(torch.randn(2, 2, 3, 16)), mirrored(torch.randn(5, 48)), torch.randperm(3).int()
+    g = torch.full((2, 2), 0.01)
+    packed, scales = (mirrored(part) for part in custom_ops.quantize_weight(w.contiguous(), g, "torch"))
+    results = [
+        custom_ops.fake_quantize_weight(w, g, "torch"),
+        *custom_ops.quantize_weight(w, g, "torch"),
+        custom_ops.dequantize_weight(packed, scales, g, torch.float32, "torch"),
+        custom_ops.compensate(x, torch.ones(3, dtype=torch.bool), None, False, 0.0, "", "torch"),
+        custom_ops.compensate_grouped(x, [2, 3], torch.ones(2, 48, dtype=torch.bool), None, "torch"),
+        *custom_ops.quantize_activation(x, order, None, None, None, None, 1, False, "torch"),
+    ]
+    assert all(result.is_contiguous() for result in results)
+
+
 def test_torch_compile_sees_one_graph():
     """A W4A4 layer with fake-quantized weights, compensated input and statistics compiles without a graph break."""
     w, g = weight_and_scale(24, 64)

@@ -172,6 +172,13 @@ def test_operators_are_well_formed():
     torch.library.opcheck(torch.ops.quads.w4a4_moe.default, args)
 
 
+def test_few_tokens_of_experts_lie_in_memory_as_the_fake_says():
+    x, w13, w2, weights, ids = experts("all")
+    for tokens in (0, 1, 2):
+        out = w4a4_moe(x[:tokens], w13, w2, weights[:tokens], ids[:tokens], backend="torch")
+        assert out.stride() == (x.shape[1], 1)
+
+
 def test_compiles_into_one_graph():
     w = compensated_weight(support_gemm.weight(24, K), MODES["blocks"])
     x, stats = torch.randn(4, K), torch.zeros(1, K // 16)
