@@ -101,8 +101,8 @@ def quantize(
         x,
         None if order is None else order.contiguous(),
         None if keep is None else keep.contiguous().view(torch.uint8),
-        None if experts is None else experts.offsets,
-        None if experts is None else experts.members,
+        None if experts is None else experts.offsets.contiguous(),
+        None if experts is None or experts.members is None else experts.members.contiguous(),
     )
     args = (*inputs, *out, stats, m, k, kept, *x.stride())
     tile = row_tile(k, kept, heavy=keep is not None or swiglu or stats_channels, statistics=stats is not None)

@@ -150,9 +150,10 @@ def sort_by_expert(
     device = topk_ids.device
     integers = (torch.int32, torch.int64)
     launch.require_tensor("topk_ids", topk_ids, integers, device, (None, None))
-    launch.require(topk_ids.is_contiguous(), "topk_ids must be contiguous; call .contiguous()")
+    topk_ids = topk_ids.contiguous()
     if expert_map is not None:
         launch.require_tensor("expert_map", expert_map, integers, device, (None,))
+        expert_map = expert_map.contiguous()
     pairs, width = topk_ids.numel(), triton.next_power_of_2(experts)
     chunk = min(max(16, 2**14 // width), 128)
     chunks, blocks = triton.cdiv(pairs, chunk), most_blocks(pairs, experts, block)

@@ -106,6 +106,7 @@ def w4a4_gemm(
     m, k, kept, device = check_rows(rows)
     n = check_weight(weight, (), k, device)
     _check_epilogue(weight.global_scale_dec, bias, out_dtype, n, device)
+    bias = None if bias is None else bias.contiguous()
     sm, sums = launch.capability(device), rows.sums is not None
     tile = tile or configs.choose_dense(sm, native, m, n, k, processors(device), gpu_name(device), sums=sums)
     check_form(tile, sm, native, sums)
@@ -148,5 +149,6 @@ def _check_epilogue(gw: torch.Tensor, bias, out_dtype: torch.dtype, n: int, devi
         f"global_scale_dec of the weight must hold one number, or one per row of the weight ({n}); "
         f"got shape {tuple(gw.shape)}",
     )
+    launch.require_contiguous("global_scale_dec of the weight", gw)
     if bias is not None:
         launch.require_tensor("bias", bias, launch.FLOATS, device, (n,))

@@ -9,7 +9,7 @@ import triton
 
 from quads_kernels.activation import Quantized
 from quads_kernels.configs import check_native
-from quads_kernels.launch import FLOATS, HW, capability, require, require_k, require_tensor
+from quads_kernels.launch import FLOATS, HW, capability, require, require_contiguous, require_k, require_tensor
 
 NATIVE_INSTRUCTION = "mxf4nvf4"
 """In the PTX of every kernel that multiplies NVFP4 in the tensor core."""
@@ -28,8 +28,8 @@ def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
         (m, k), device = rows.sums.shape, rows.sums.device
         require_k(k)
         require_tensor("sums", rows.sums, torch.float16, device)
-        require(rows.sums.is_contiguous(), "sums must be contiguous; call .contiguous()")
-        require_tensor("global_scale_dec of the activations", rows.global_scale_dec, torch.float32, device, (m,))
+        require_contiguous("sums", rows.sums)
+        _scales("global_scale_dec of the activations", rows.global_scale_dec, (m,), device)
         return m, k, 0, device
     require(rows.packed is not None, "the product needs packed codes or sums; quantize with packed=True or sums=True")
     device = rows.packed.device
@@ -38,7 +38,7 @@ def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
     require_k(k)
     _bytes("packed codes of the activations", rows.packed, (m, k // 2), device)
     _bytes("block_scales of the activations", rows.block_scales, (m, k // 16), device)
-    require_tensor("global_scale_dec of the activations", rows.global_scale_dec, torch.float32, device, (m,))
+    _scales("global_scale_dec of the activations", rows.global_scale_dec, (m,), device)
     if rows.residual_packed is None:
         return m, k, 0, device
     kept = rows.residual_packed.shape[-1] // 8
@@ -129,4 +129,11 @@ def gpu_name(device: torch.device) -> str:
 
 def _bytes(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     require_tensor(name, x, torch.uint8, device, shape)
-    require(x.is_contiguous(), f"{name} must be contiguous; call .contiguous()")
+    require_contiguous(name, x)
+    # Codes are read in words of 4 bytes, and an address between them ends the process on a GPU.
+    require(x.data_ptr() % 4 == 0, f"{name} must begin at an address divisible by 4; call .clone()")
+
+
+def _scales(name: str, x: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    require_tensor(name, x, torch.float32, device, shape)
+    require_contiguous(name, x)

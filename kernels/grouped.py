@@ -194,9 +194,11 @@ def grouped_gemm(
     n = check_weight(weight, (experts,), k, device)
     check_out_dtype(out_dtype)
     launch.require_tensor("global_scale_dec of the experts", weight.global_scale_dec, torch.float32, device, (experts,))
+    launch.require_contiguous("global_scale_dec of the experts", weight.global_scale_dec)
     launch.require(m * max(topk, 1) == pairs, f"{m} rows with topk={topk} do not match the plan's {pairs} pairs")
     if pair_weight is not None:
         launch.require_tensor("pair_weight", pair_weight, torch.float32, device, (pairs,))
+        launch.require_contiguous("pair_weight", pair_weight)
     sums = rows.sums is not None
     check_form(tile, launch.capability(device), native, sums)
     out = launch.empty((pairs, n), out_dtype, device)

@@ -79,6 +79,11 @@ def require_tensor(name: str, x: torch.Tensor, dtypes, device: torch.device, sha
         require(fits, f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
 
 
+def require_contiguous(name: str, x: torch.Tensor) -> None:
+    """One clear error where a kernel would read another tensor's bytes: it is told no strides."""
+    require(x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}; call .contiguous()")
+
+
 def require_k(k: int) -> None:
     require(
         k > 0 and k % 16 == 0,

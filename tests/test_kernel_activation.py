@@ -293,6 +293,16 @@ def test_experts_have_their_own_mask():
             check(of_rows(out, expert == e), reference(x[expert == e], 4, keep=keep[e]), 4)
 
 
+def test_lists_of_experts_may_have_strides():
+    x = torch.randn(12, 64).bfloat16()
+    expert, experts = expert_rows(12, 3)
+    apart = Experts(*(torch.stack((part, torch.zeros_like(part)), 1)[:, 0] for part in experts))
+    assert not apart.offsets.is_contiguous() and not apart.members.is_contiguous()
+    out = activation.quantize(x.to(DEVICE), kept=4, experts=apart, sums=True)
+    for e in range(3):
+        check(of_rows(out, expert == e), reference(x[expert == e], 4), 4)
+
+
 @triton.jit
 def swiglu_kernel(gate, up, out, n: tl.constexpr, HW: tl.constexpr):
     i = tl.arange(0, n)

@@ -126,6 +126,27 @@ def test_weight_rows_may_have_their_own_scales(form):
     assert_product(multiply(a, w, form), a.values, weight_values(w))
 
 
+def moved_by_a_byte(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, apart in memory, with NaN in between."""
+    return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("form", "splits"), [(form, None) for form in (*FORMS, "sums")] + [("few tokens", 2), ("sums", 2)]
+)
+def test_a_bias_may_have_strides(form, splits):
+    a, w, bias = in_form(activations(6, 256, 2), form), weight(40, 256), torch.randn(40)
+    out = multiply(a, w, form, bias=spread(bias.to(DEVICE)), splits=splits)
+    assert_product(out, a.values, weight_values(w), bias.double())
+    # One number in memory; the kernel would read 40.
+    out = multiply(a, w, form, bias=torch.ones(1, device=DEVICE).expand(40), splits=splits)
+    assert_product(out, a.values, weight_values(w), torch.ones(40).double())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_equals_a_residual_of_zeros(form):
     a, w = activations(6, 128, 0), weight(40, 128)
@@ -215,6 +236,16 @@ def test_no_tokens(form):
         (lambda a, w: (a._replace(global_scale_dec=a.global_scale_dec[:2]), w), "global_scale_dec of the activations"),
         (lambda a, w: (a, w._replace(packed=w.packed[:, :8])), "packed weight must have shape"),
         (lambda a, w: (a, w._replace(packed=w.packed.t().contiguous().t())), "must be contiguous"),
+        (
+            lambda a, w: (a, w._replace(global_scale_dec=torch.ones(1, device=DEVICE).expand(40))),
+            "global_scale_dec of the weight must be contiguous",
+        ),
+        (
+            lambda a, w: (a._replace(global_scale_dec=torch.ones(8, device=DEVICE)[::2]), w),
+            "global_scale_dec of the activations must be contiguous",
+        ),
+        (lambda a, w: (a, w._replace(packed=moved_by_a_byte(w.packed))), "begin at an address divisible by 4"),
+        (lambda a, w: (a._replace(packed=moved_by_a_byte(a.packed)), w), "begin at an address divisible by 4"),
         (lambda a, w: (a, w._replace(global_scale_dec=torch.ones(3, device=DEVICE))), "one per row"),
     ],
 )

@@ -86,6 +86,16 @@ def test_ids_out_of_range_are_left_out():
     assert sort_by_expert(ids, 4, 16, expert_map).place.tolist() == [0, -1, -1, -1]
 
 
+def test_ids_and_map_may_have_strides():
+    ids, expert_map = routing(9, 3, 8).to(DEVICE), half_of(8).to(DEVICE)
+    apart = torch.full((16,), 3, dtype=torch.int32, device=DEVICE)
+    apart[::2] = expert_map
+    expected = sort_by_expert(ids, 4, 16, expert_map)
+    for found in (sort_by_expert(ids.t().contiguous().t(), 4, 16, expert_map), sort_by_expert(ids, 4, 16, apart[::2])):
+        assert found.place.tolist() == expected.place.tolist()
+        assert found.offsets.tolist() == expected.offsets.tolist()
+
+
 def test_the_grid_covers_the_worst_routing():
     for pairs, experts, block in [(8, 128, 16), (128, 128, 16), (1000, 8, 64), (33, 2, 16), (1, 1, 128)]:
         # Worst: as many experts as possible have one pair more than full blocks.
