@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from support_browser import SCHEMES, dump_with, needs_browser, screenshot
 
 from quads_ops.settings import QuadsSettings
-from quads_recipe import diagnose, diagnose_html, diagnose_plots, diagnose_report
+from quads_recipe import diagnose, diagnose_html, diagnose_plots, diagnose_report, diagnose_run
 from quads_recipe.analysis import verdict
 from quads_recipe.analysis.cost import Cost
 from quads_recipe.analysis.decompose import decompose, summarize
@@ -76,6 +76,9 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
         ("a.txt", "\n\n", "holds no prompts"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.jsonl", '"fine"\n{', "prompt 2 is not JSON"),
+        ("a.jsonl", '"fine"\n\n' + "9" * 5000, "prompt 2 is not JSON: Exceeds the limit"),
+        ("a.jsonl", "[" * 99999 + "]" * 99999, "prompt 1 is nested too deeply"),
+        ("a.jsonl", r'{"prompt": [{"role": "user", "content": "\ud800"}]}', "prompt 1: holds text that is no Unicode"),
         ("a.jsonl", '{"question": "x"}', "prompt 1: needs a text, or chat messages"),
         ("a.jsonl", '{"prompt": [{"role": "user"}]}', "prompt 1: needs a text, or chat messages"),
         ("a.parquet", "not parquet", "can't be read as parquet"),
@@ -84,6 +87,33 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 def test_a_file_that_is_no_use_is_one_clear_error(tmp_path, name, content, message):
     with pytest.raises(PromptError, match=message):
         read_prompts(write(tmp_path, name, content))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    assert read_prompts(write(tmp_path, "a.jsonl", b'\xef\xbb\xbf"1+2="\n')) == ["1+2="]
+    assert read_prompts(write(tmp_path, "a.txt", b"\xef\xbb\xbf1+2=\n")) == ["1+2="]
+
+
+def test_prompts_are_counted_from_one(tmp_path):
+    tokenizer = support_models.tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no\\nsystem') if messages[0].role == 'system' }}"
+    prompts = ["1+2=", [{"role": "system", "content": "x"}]]
+    with pytest.raises(PromptError, match="the chat template refuses prompt 2: no system$"):
+        tokenize(prompts, tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(PromptError, match="prompt 2 is a chat"):
+        tokenize(prompts, tokenizer)
+    with pytest.raises(PromptError, match="prompt 2: needs a text"):
+        read_prompts(write(tmp_path, "a.jsonl", '"fine"\n\n7'))
+
+
+def test_a_prompt_that_the_tokenizer_refuses():
+    def broken(text, **_):
+        raise ValueError("no such token")
+
+    broken.chat_template = None
+    with pytest.raises(PromptError, match="the tokenizer refuses prompt 1: no such token"):
+        tokenize(["x"], broken)
 
 
 def test_a_parquet_without_prompts_names_its_columns(tmp_path):
@@ -119,7 +149,9 @@ def sums(tmp_path_factory) -> Path:
         (["--ratios", "0,half"], "needs numbers in [0, 1]"),
         (["--ratios", "2"], "a ratio is a share of the channels"),
         (["--prompts", "0"], "--prompts 0: must be at least 1"),
-        (["--max-new", "100000"], "no prompt leaves room for --max-new 100000"),
+        (["--max-new", "100000"], "no prompt leaves room for --max-new 100000 tokens in the model's context of 256"),
+        (["--seed", "-1"], "--seed -1: must be from 0 to 2^62 - 1"),
+        (["--seed", str(1 << 64)], f"--seed {1 << 64}: must be from 0"),
         (["--data", "none.txt"], "none.txt: no such file"),
         (["--model", "none"], "has no config.json"),
         (["--model", ""], "--model '': names no model"),
@@ -195,6 +227,83 @@ def test_a_checkpoint_without_a_weight(checkpoint, sums, tmp_path, capsys):
     assert diagnose.main(base) == 1
     assert "lacks model.norm.weight, which would start at random" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def copied(checkpoint: Path, folder: Path, name: str = "config.json", **values) -> Path:
+    """A copy with other values in one of its JSON files."""
+    shutil.copytree(checkpoint, folder)
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+    return folder
+
+
+def refused(model: Path, data: Path, capsys, *parts: str) -> None:
+    out = model.parent / "out"
+    assert diagnose.main(["--model", str(model), "--data", str(data), "--out", str(out)]) == 1
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("quads diagnose: --model") and len(err.splitlines()) == 1
+    assert all(part in err for part in parts), err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(checkpoint, sums, tmp_path, capsys, value):
+    """Before the engine starts, which would only find logprobs that are NaN."""
+    shutil.copytree(checkpoint, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights["model.layers.1.mlp.gate.weight"][2, 3] = value
+    save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    refused(tmp_path / "m", sums, capsys, "model.safetensors holds NaN or infinity in model.layers.1.mlp.gate.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("config.json", "num_experts_per_tok", 0),
+        ("config.json", "num_experts_per_tok", 5),
+        ("config.json", "max_position_embeddings", 0),
+        ("config.json", "num_hidden_layers", 1),
+        ("config.json", "hidden_size", "wide"),
+        ("config.json", "architectures", None),
+        ("config.json", "architectures", ["Qwen3MoeModel"]),
+        ("generation_config.json", "eos_token_id", "<eos>"),
+        ("tokenizer_config.json", "eos_token", 7),
+    ],
+)
+def test_files_that_make_no_model(checkpoint, sums, tmp_path, capsys, name, field, value):
+    refused(copied(checkpoint, tmp_path / "m", name, **{field: value}), sums, capsys, f"{name}: {field} = ")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", ["null", "[" * 99999, "{"])
+def test_files_that_are_broken(checkpoint, sums, tmp_path, capsys, name, content):
+    shutil.copytree(checkpoint, tmp_path / "m")
+    (tmp_path / "m" / name).write_text(content)
+    refused(tmp_path / "m", sums, capsys, f": {name} ", "copy it again")
+
+
+def test_a_model_without_a_tokenizer(checkpoint, sums, tmp_path, capsys):
+    shutil.copytree(checkpoint, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    refused(tmp_path / "m", sums, capsys, "has no tokenizer: no file with its vocabulary; save the model's tokenizer")
+
+
+def test_a_tokenizer_of_another_model(checkpoint, tmp_path, capsys):
+    support_models.save_checkpoint(tmp_path / "m", "qwen3_moe", vocab_size=40)
+    fine = write(tmp_path, "fine.txt", "12")
+    request = diagnose.request_from(
+        diagnose.parser().parse_args(["--model", str(tmp_path / "m"), "--data", str(fine), "--raw"])
+    )
+    assert diagnose_run.prepare(request, print).prompts  # its other tokens are no concern
+    letters = write(tmp_path, "letters.txt", "xyz")
+    refused(tmp_path / "m", letters, capsys, "gives a prompt token", "config.json: vocab_size = 40")
+
+
+def test_end_tokens_of_the_job(checkpoint, tmp_path):
+    tokenizer = support_models.tiny_tokenizer()
+    assert diagnose_run.stop_tokens(str(copied(checkpoint, tmp_path / "a")), tokenizer) == (1,)
+    several = copied(checkpoint, tmp_path / "b", "generation_config.json", eos_token_id=[1, 3])
+    assert diagnose_run.stop_tokens(str(several), tokenizer) == (1, 3)
+    (several / "generation_config.json").unlink()
+    assert diagnose_run.stop_tokens(str(several), tokenizer) == (tokenizer.eos_token_id,)
 
 
 def test_the_ends_belong_to_the_series():

@@ -65,7 +65,11 @@ def test_encoders_are_no_language_models(config, tmp_path):
 
 KINDS = {
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already"),
-    "experts": ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but it has 4 experts"),
+    "experts": (
+        {"num_experts_per_tok": 5},
+        "config.json: num_experts_per_tok = 5: must be from 1 to the number of experts, which is 4",
+    ),
+    "no-experts": ({"num_experts_per_tok": 0}, "config.json: num_experts_per_tok = 0: must be from 1"),
     "no-name": ({"architectures": None}, "verl needs one name under `architectures`"),
     "base": ({"architectures": ["Qwen3MoeModel"]}, "Qwen3MoeModel is no causal language model"),
 }
@@ -132,7 +136,13 @@ def test_a_folder_without_a_tokenizer(config, inputs, tmp_path):
     refused(bare, MODEL + "path = ", "has no tokenizer: no file with its vocabulary; save the model's tokenizer there")
     check(changed(bare, **of(MODEL, tokenizer_path=str(inputs[0]))))
     (tmp_path / "m" / "tokenizer.json").write_text("{")
-    refused(bare, MODEL + "path = ", "has no tokenizer that can be loaded; save the model's tokenizer there")
+    refused(bare, MODEL + "path = ", "tokenizer.json is not JSON (", "copy it again")
+
+
+def test_a_generation_config_that_verl_would_do_without(config, inputs, tmp_path):
+    shutil.copytree(inputs[0], tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text("{")
+    refused(changed(config, **of(MODEL, path=str(tmp_path / "m"))), MODEL + "path = ", "generation_config.json is not")
 
 
 def test_a_tokenizer_without_a_chat_template(config, inputs, tmp_path):

@@ -146,7 +146,7 @@ def test_a_prompt_that_is_empty(config, tmp_path, prompt):
     rows = [dict(ROW) for _ in range(64)]
     rows[2]["prompt"] = prompt
     pandas.DataFrame(rows).to_parquet(tmp_path / "data.parquet")
-    with pytest.raises(SettingsError, match="row 2 of column prompt is empty"):
+    with pytest.raises(SettingsError, match="row 3 of column prompt is empty"):
         check(changed(config, **of("data.", train_files=str(tmp_path / "data.parquet"))))
 
 

@@ -21,6 +21,8 @@ from quads_recipe.diagnose_run import DTYPES, DiagnoseError, Request
 from quads_recipe.paths import POLICIES, given_folder, policy_dir
 
 RATIOS = "0,0.125,0.25,0.5,0.75,1"
+SEEDS = 1 << 62
+"""Prompts count their seeds on from the first, and torch has 64 bits for them."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,12 +75,11 @@ def run(args: argparse.Namespace) -> Path:
 
     from quads_recipe import diagnose_report, diagnose_run
 
-    job = diagnose_run.prepare(request)
-    out = _out_folder(args.out)  # only now: a wrong argument leaves no folder behind
-
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
 
+    job = diagnose_run.prepare(request, say)
+    out = _out_folder(args.out)  # only now: a wrong argument leaves no folder behind
     results = diagnose_run.diagnose(request, job, say)
     results["about"] |= {
         "data": args.data.name,
@@ -111,6 +112,8 @@ def request_from(args: argparse.Namespace) -> Request:
         value = getattr(args, name)
         if value < least:
             raise DiagnoseError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if not 0 <= args.seed < SEEDS:  # vLLM takes -1 for none
+        raise DiagnoseError(f"--seed {args.seed}: must be from 0 to 2^62 - 1")
     if not args.model.strip():
         raise DiagnoseError(
             f"--model {args.model!r}: names no model; give a checkpoint folder, or {', '.join(POLICIES)}"

@@ -41,13 +41,14 @@ class Request:
     worst: int
 
 
-def prepare(request: Request):
+def prepare(request: Request, say: Callable[[str], None]):
     """The engines' job (`quads_recipe.analysis.rollouts.Job`), once the model and the prompts are known to suit.
 
     Raises:
         DiagnoseError, PromptError, SettingsError: they don't. Nothing was started or written.
     """
-    check_model(request.model, request.settings)
+    for line in check_model(request.model, request.settings, request.dtype):
+        say(line)
     return make_job(request)
 
 
@@ -59,57 +60,72 @@ def diagnose(request: Request, job, say: Callable[[str], None]) -> dict:
     return measure(request, job, collected, say)
 
 
-def check_model(folder: str, settings: QuadsSettings) -> None:
-    """Fail before any engine starts where the model is unsuitable. Loads no weights.
+def check_model(folder: str, settings: QuadsSettings, dtype: str) -> list[str]:
+    """Fail before any engine starts where the model is unsuitable; lines for the terminal.
+
+    Args:
+        folder: the checkpoint's.
+        settings: targets and exclude are used.
+        dtype: a key of DTYPES; all weights are read, and must be finite in it.
 
     Raises:
-        SettingsError: not a causal language model, unknown experts, patterns without a match, K not a multiple of 16,
-            weights that are missing or of another shape.
+        SettingsError: not a causal language model, values that make no model, unknown experts, patterns without a
+            match, K not a multiple of 16, weights that are missing, of another shape or not finite.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from quads_ops.matrix_plan import plan_parameters
     from quads_ops.targets import Targets
-    from quads_recipe import preflight_weights
+    from quads_recipe import preflight_config, preflight_weights
 
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SettingsError("--model", folder, f"transformers can't build a language model from it: {reason}") from None
+    model = preflight_config.build("--model", folder)
+    _check_architecture(folder, model)
     plan_parameters(model, Targets(settings.targets, settings.exclude))
-    preflight_weights.check("--model", Path(folder), model)
+    return preflight_weights.check("--model", Path(folder), model, finite_in=getattr(torch, DTYPES[dtype]))
+
+
+def _check_architecture(folder: str, model) -> None:
+    """vLLM goes by the name of the class alone; some models have another there."""
+    names, usual = getattr(model.config, "architectures", None) or [], type(model).__name__
+    if usual not in names and not _vllm_generates(names):
+        raise SettingsError(
+            "--model",
+            folder,
+            f"config.json: architectures = {names or None}: names no language model of vLLM's; give [{usual!r}]",
+        )
+
+
+def _vllm_generates(names: list[str]) -> bool:
+    """Whether vLLM has a model of that name that generates text. By its table, without importing the model."""
+    if not names:
+        return False
+    from quads_recipe.analysis.rollout_engine import prepare_environment
+
+    prepare_environment()
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    return any(name in known and name.endswith("ForCausalLM") for name in names)
 
 
 def make_job(request: Request):
     """The engines' job (`quads_recipe.analysis.rollouts.Job`).
 
     Raises:
-        DiagnoseError: no tokenizer, or no prompt fits into the model.
+        SettingsError: no tokenizer, or a generation_config.json that can't be used.
+        DiagnoseError: no prompt fits into the model, or a token of one has no embedding.
         PromptError: a prompt that can't be tokenized.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
+    from quads_recipe import preflight_tokenizer
     from quads_recipe.analysis.rollout_engine import EngineOptions
     from quads_recipe.analysis.rollouts import Job, RolloutKey, key_of
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(request.model)
-    except (OSError, ValueError, KeyError) as error:
-        raise DiagnoseError(f"--model {request.model}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+    tokenizer = preflight_tokenizer.load("--model", request.model, "save the model's tokenizer there")
     # Scoring a whole response generates one more token.
     extra = request.max_new + 1
-    room = getattr(AutoConfig.from_pretrained(request.model), "max_position_embeddings", 1 << 20) - extra
     # As many again for the masks' statistics, which in training come from other prompts too.
-    ids = fitting(tokenize(request.prompts[: 2 * request.count], tokenizer, request.raw), room)
-    if not ids:
-        raise DiagnoseError(
-            f"--data: no prompt leaves room for --max-new {request.max_new} tokens in the model's context; lower "
-            "--max-new or give shorter prompts"
-        )
+    prompts = tokenize(request.prompts[: 2 * request.count], tokenizer, request.raw)
+    ids = _fitting(request, prompts, extra)
     keys = [key_of(arm) for arm in request.arms]
     if request.ratios:
         keys.append(RolloutKey("w4a4", max(request.ratios)))
@@ -130,13 +146,35 @@ def make_job(request: Request):
     )
 
 
-def stop_tokens(folder: str, tokenizer) -> tuple[int, ...]:
-    from transformers import GenerationConfig
+def _fitting(request: Request, prompts: list[list[int]], extra: int) -> list[list[int]]:
+    """The prompts that leave room for `extra` tokens in the model's context. Raises DiagnoseError."""
+    from transformers import AutoConfig
 
-    try:
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        ids = None
+    config = AutoConfig.from_pretrained(request.model).get_text_config()
+    if not any(prompts):
+        raise DiagnoseError(f"--data: the tokenizer of {request.model} makes no token of any prompt")
+    context = getattr(config, "max_position_embeddings", None)
+    ids = fitting(prompts, (1 << 20 if context is None else context) - extra)
+    if not ids:
+        raise DiagnoseError(
+            f"--data: no prompt leaves room for --max-new {request.max_new} tokens in the model's context"
+            f"{'' if context is None else f' of {context}'}; lower --max-new or give shorter prompts"
+        )
+    highest = max(map(max, ids))
+    if highest >= config.vocab_size:
+        raise DiagnoseError(
+            f"--model {request.model}: its tokenizer gives a prompt token {highest}, but config.json: vocab_size = "
+            f"{config.vocab_size}; use the tokenizer that belongs to the model"
+        )
+    return ids
+
+
+def stop_tokens(folder: str, tokenizer) -> tuple[int, ...]:
+    """What ends a response: by generation_config.json, or else by the tokenizer. Raises SettingsError."""
+    from quads_recipe import preflight_config
+
+    config = preflight_config.generation("--model", folder)
+    ids = None if config is None else config.eos_token_id
     ids = ids if ids is not None else tokenizer.eos_token_id
     return tuple(ids if isinstance(ids, list) else [] if ids is None else [ids])
 

@@ -1,7 +1,7 @@
 """Checks of the environment and of the hydra config, before Ray starts. Each failure is one SettingsError.
 
 Here is what needs no more than the config; `preflight_{types,rollout,attention,training,data,code}` have a subject
-each, and `preflight_{model,weights,tokenizer}` look into the model's folder.
+each, and `preflight_{model,config,json,weights,tokenizer}` look into the model's folder.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _check_chats(data: _Parquet, column: str) -> None:
     empty = compute.or_kleene(compute.is_null(prompts), compute.equal(compute.list_value_length(prompts), 0))
     row = compute.index(empty, True).as_py()
     if row >= 0:
-        raise _Unfit(f"row {row} of column {column} is empty; leave it out, or fill it")
+        raise _Unfit(f"row {row + 1} of column {column} is empty; leave it out, or fill it")
 
 
 def _check_scored(data: _Parquet) -> None:

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torch import nn
 
@@ -15,7 +14,7 @@ from quads_ops.listing import first_names
 from quads_ops.matrix_plan import PlannedParameter, plan_parameters, quantizable_modules
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
-from quads_recipe import preflight_rollout
+from quads_recipe import preflight_config, preflight_rollout
 from quads_recipe.preflight_values import MODEL, ROLLOUT, quantizes, select
 
 PATH = MODEL + "path"
@@ -30,17 +29,18 @@ ROW_PARALLEL = ("o_proj", "down_proj", "dense", "out_proj")
 # Whose fused experts liger-kernel gives a forward of its own.
 _LIGER_EXPERTS = ("qwen3_moe", "mixtral")
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 
 def build(config: DictConfig) -> nn.Module:
     """The actor's model on the meta device, from its config.json and verl's overrides: names and shapes, no weights.
 
     Raises:
-        SettingsError: no such folder, or transformers can't build a causal language model from it.
+        SettingsError: no such folder; transformers can't build a causal language model from it; a value that makes no
+            model; a generation_config.json that can't be used, which verl would do without.
     """
     name = MODEL + "hf_config_path" if select(config, MODEL + "hf_config_path") else PATH
-    return _build(config, name, OVERRIDES, overrides_of_actor(config))
+    model = _build(config, name, OVERRIDES, overrides_of_actor(config))
+    preflight_config.generation(PATH, str(Path(str(select(config, PATH))).expanduser()))
+    return model
 
 
 def overrides_of_actor(config: DictConfig) -> dict[str, Any]:
@@ -51,23 +51,15 @@ def overrides_of_actor(config: DictConfig) -> dict[str, Any]:
 
 def _build(config: DictConfig, name: str, setting: str, overrides: dict[str, Any]) -> nn.Module:
     """name: the setting that holds the folder. setting, overrides: what is written over the config.json in it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     trust = bool(select(config, MODEL + "trust_remote_code"))
     path = str(Path(str(select(config, name))).expanduser())
     if not Path(path).is_dir() and (path.startswith((".", "/")) or path.count("/") != 1):
         raise SettingsError(name, path, "no such folder; give a Hugging Face checkpoint folder or hub id")
-    try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        _override(hf_config, overrides)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust)
-    except Exception as error:  # whatever a config.json or a model's own code can raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        overridden = f" (with {setting})" if overrides else ""
-        raise SettingsError(
-            name, path, f"not a causal language model that transformers can build{overridden}: {reason}"
-        ) from None
+    if not overrides:
+        return preflight_config.build(name, path, trust=trust)
+    return preflight_config.build(
+        name, path, trust=trust, change=lambda hf_config: _override(hf_config, overrides), changed_by=setting
+    )
 
 
 def _override(hf_config: Any, values: dict[str, Any]) -> None:
@@ -84,18 +76,12 @@ def check_kind(config: DictConfig, settings: QuadsSettings, model: nn.Module) ->
     """What verl would make of the checkpoint: a decoder with one head over the vocabulary, in full precision.
 
     Raises:
-        SettingsError: another kind of model, a checkpoint that is quantized already, or a router that can't choose as
-            many experts as it is told to.
+        SettingsError: another kind of model, or a checkpoint that is quantized already.
     """
     path, hf_config = select(config, PATH), model.config
     problem = _not_causal(model)
     if problem is None and quantizes(settings) and getattr(hf_config, "quantization_config", None) is not None:
         problem = "is quantized already (quantization_config in config.json); give the checkpoint in full precision"
-    text = hf_config.get_text_config()
-    chosen = getattr(text, "num_experts_per_tok", None)
-    total = next((n for name in _EXPERT_COUNTS if isinstance(n := getattr(text, name, None), int)), None)
-    if problem is None and chosen and total and chosen > total:
-        problem = f"num_experts_per_tok is {chosen}, but it has {total} experts; lower it in config.json"
     if problem:
         raise SettingsError(PATH, path, problem)
 

@@ -1,7 +1,8 @@
-"""Checks of the checkpoint's weights by the headers of its files: all there, in the shapes that the model has.
+"""Checks of the checkpoint's weights, mostly by the headers of its files: all there, in the shapes that the model has.
 
 transformers fills what a checkpoint lacks with random numbers and goes on. So its own loader, which knows every
-spelling that it can read, runs here once with tensors that have shapes and no data.
+spelling that it can read, runs here once with tensors that have shapes and no data. Values are read of two tensors,
+where a head that is tied to the embedding is stored too; of all, where that is asked for.
 """
 
 from __future__ import annotations
@@ -11,18 +12,52 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from quads_ops.listing import first_names
 from quads_ops.settings import SettingsError
+from quads_recipe.stored_tensors import equal, not_finite, stored_tensors
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def check(setting: str, path: Path, model: nn.Module, *, fewer_layers: bool = False) -> list[str]:
+def check_depth(setting: str, path: Path, config: Any) -> None:
+    """Before a model is built: one of a million layers would take the memory of this machine.
+
+    Args:
+        setting: what holds `path`, for messages.
+        path: the checkpoint's folder; anything else is not checked.
+        config: a transformers.PreTrainedConfig.
+
+    Raises:
+        SettingsError: more layers than there are tensors; a file that is missing or can't be read.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    try:
+        files = _files(path, getattr(config, "transformers_weights", None))
+        if files is None or not isinstance(layers, int):
+            return
+        tensors = sum(len(_read(file)) for file in files)
+        if layers > tensors:
+            remedy = "give weights and config.json that belong together"
+            raise _Unfit(f"config.json: num_hidden_layers = {layers}, but the weights are {tensors} tensors; {remedy}")
+    except _Unfit as problem:
+        raise SettingsError(setting, str(path), str(problem)) from None
+
+
+def check(
+    setting: str,
+    path: Path,
+    model: nn.Module,
+    *,
+    fewer_layers: bool = False,
+    finite_in: torch.dtype | None = None,
+) -> list[str]:
     """Compare the checkpoint with a model on the meta device, whose parameters are replaced; lines for the terminal.
 
     Args:
@@ -30,20 +65,25 @@ def check(setting: str, path: Path, model: nn.Module, *, fewer_layers: bool = Fa
         path: the checkpoint's folder; anything else is not checked.
         model: from the config.json that the weights are loaded with.
         fewer_layers: the model leaves layers of the checkpoint out on purpose.
+        finite_in: read all values that the model loads, which takes as long as the disk needs, and refuse what is NaN
+            or infinite in this dtype.
 
     Raises:
         SettingsError: a file that is missing or can't be read; a weight that is missing, of another shape, or of a
-            part that the model does not have.
+            part that the model does not have; a tied head with values of its own; values that are not finite.
     """
     try:
         files = _files(path, getattr(model.config, "transformers_weights", None))
         if files is None:
             return [f"the weights of {path} were not checked: no safetensors files in a local folder"]
         stored = {name: tensor for file in files for name, tensor in _read(file)}
-        found = _load(model, stored)
+        tied = dict(model.all_tied_weights_keys or {})
+        found, not_loaded = _load(model, stored)
+        _check_number_of_layers(model, stored, found, fewer_layers)
         _check_missing(model, found)
         _check_shapes(found)
         _check_unexpected(model, found.unexpected_keys, fewer_layers)
+        _check_values(model, files, tied, not_loaded, finite_in)
     except _Unfit as problem:
         raise SettingsError(setting, str(path), str(problem)) from None
     ignored = sorted(found.unexpected_keys)
@@ -100,7 +140,8 @@ def _unreadable(file: Path, error: Exception) -> _Unfit:
 
 
 def _load(model: nn.Module, stored: Mapping[str, torch.Tensor]):
-    """What transformers' loader reports (`transformers.utils.loading_report.LoadStateDictInfo`)."""
+    """What transformers' loader reports (`transformers.utils.loading_report.LoadStateDictInfo`), and all that it leaves
+    alone: the report has nothing of what the model's class knows to be of no use, such as old buffers."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -110,13 +151,14 @@ def _load(model: nn.Module, stored: Mapping[str, torch.Tensor]):
     )
     with _no_progress_bar():
         found, _ = convert_and_load_state_dict_in_model(model, dict(stored), load, tp_plan=None)
+    not_loaded = set(found.unexpected_keys)
     model.mark_tied_weights_as_initialized(found)
     # Of two tied weights that are both stored transformers compares the values, which are not here.
     pairs = (model.all_tied_weights_keys or {}).items()
     found.missing_keys.update(target for target, source in pairs if not {target, source} & found.missing_keys)
     model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(found)
-    return found
+    return found, not_loaded
 
 
 @contextmanager
@@ -130,6 +172,30 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def _check_number_of_layers(model: nn.Module, stored: Mapping[str, torch.Tensor], found, fewer_layers: bool) -> None:
+    """Names the number where whole layers are missing or left over."""
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    numbers = {int(match[1]) for name in stored if (match := _LAYER.search(name))}
+    if not isinstance(layers, int) or not numbers:
+        return
+    known = {_NUMBER.sub(".*", name) for name, _ in model.named_parameters()}
+    missing = next((name for name in sorted(found.missing_keys) if _beyond(name, max(numbers))), None)
+    # Layers for drafting come after the others too; they have other parts besides, and are left alone below.
+    extra = [name for name in sorted(found.unexpected_keys) if _beyond(name, layers - 1)]
+    left = next((name for name in extra if _NUMBER.sub(".*", name) in known), None)
+    if missing or (left and not fewer_layers):
+        verb = f"lack {missing}, which would start at random" if missing else f"hold {left}"
+        raise _Unfit(
+            f"config.json: num_hidden_layers = {layers}, but the weights have {max(numbers) + 1} layers: they {verb}; "
+            "give weights and config.json that belong together"
+        )
+
+
+def _beyond(name: str, last: int) -> bool:
+    match = _LAYER.search(name)
+    return bool(match) and int(match[1]) > last
 
 
 def _check_missing(model: nn.Module, found) -> None:
@@ -171,3 +237,28 @@ def _check_unexpected(model: nn.Module, names: set[str], fewer_layers: bool) -> 
                 f"holds {name}, for which the model of config.json has no place; give weights and config.json that "
                 "belong together"
             )
+
+
+def _check_values(
+    model: nn.Module, files: list[Path], tied: Mapping[str, str], not_loaded: set[str], finite_in: torch.dtype | None
+) -> None:
+    places = {name: place for file in files for name, place in stored_tensors(file).items()}
+    try:
+        for name, place in places.items() if finite_in else ():
+            if name not in not_loaded and not_finite(place, finite_in):
+                as_dtype = "" if finite_in == place.dtype else f" (in {str(finite_in).removeprefix('torch.')})"
+                raise _Unfit(f"{place.file.name} holds NaN or infinity in {name}{as_dtype}; replace the checkpoint")
+        prefix = f"{model.base_model_prefix}."
+        for pair in tied.items():
+            # Some checkpoints leave the prefix out, and transformers adds it.
+            head, embedding = (
+                next((n for n in (name, name.removeprefix(prefix)) if n in places), None) for name in pair
+            )
+            if head and embedding and not equal(places[head], places[embedding]):
+                raise _Unfit(
+                    f"{head} ({places[head].file.name}) and {embedding} ({places[embedding].file.name}) have "
+                    "different values, but config.json ties them: the rollout would use one and the actor both; set "
+                    "tie_word_embeddings to false, or leave the head out"
+                )
+    except OSError as error:
+        raise _Unfit(f"its weights can't be read: {error}") from None

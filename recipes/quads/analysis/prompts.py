@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ Prompt = str | list[dict]
 """Text, or chat messages."""
 
 FORMATS = (".txt", ".jsonl", ".parquet")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class PromptError(ValueError):
@@ -39,10 +42,12 @@ def read_prompts(path: Path) -> list[Prompt]:
 def tokenize(prompts: Iterable[Prompt], tokenizer, raw: bool = False) -> list[list[int]]:
     """Token ids. Text becomes a user message where the tokenizer has a chat template, unless `raw`.
 
+    Prompts are counted from 1 in messages, as lines and rows of files are.
+
     Raises:
         PromptError: chat messages for a tokenizer without a template, or that the template refuses.
     """
-    return [_ids(prompt, i, tokenizer, raw) for i, prompt in enumerate(prompts)]
+    return [_ids(prompt, i, tokenizer, raw) for i, prompt in enumerate(prompts, 1)]
 
 
 def fitting(prompts: Iterable[list[int]], longest: int) -> list[list[int]]:
@@ -53,7 +58,7 @@ def fitting(prompts: Iterable[list[int]], longest: int) -> list[list[int]]:
 def _ids(prompt: Prompt, number: int, tokenizer, raw: bool) -> list[int]:
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
-            return list(tokenizer(prompt)["input_ids"])
+            return _encoded(prompt, number, tokenizer)
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
         raise PromptError(
@@ -62,14 +67,22 @@ def _ids(prompt: Prompt, number: int, tokenizer, raw: bool) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
-        raise PromptError(f"--data: the chat template refuses prompt {number}: {error}") from None
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        reason = " ".join(str(error).split())
+        raise PromptError(f"--data: the chat template refuses prompt {number}: {reason}") from None
+    return _encoded(text, number, tokenizer, add_special_tokens=False)
+
+
+def _encoded(text: str, number: int, tokenizer, **options) -> list[int]:
+    try:
+        return list(tokenizer(text, **options)["input_ids"])
+    except Exception as error:  # of the tokenizers library, which raises nothing more special
+        raise PromptError(f"--data: the tokenizer refuses prompt {number}: {error}") from None
 
 
 def _text(path: Path):
     try:
         # Not splitlines: a text may hold other characters that end a line, as U+2028.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise PromptError(f"--data {path}: is not UTF-8 text: {error}") from None
     return (line for line in lines if line.strip())
@@ -79,8 +92,10 @@ def _jsonl(path: Path):
     for number, line in enumerate(_text(path), 1):
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # a number of too many digits is no JSONDecodeError
             raise PromptError(f"--data {path}: prompt {number} is not JSON: {error}") from None
+        except RecursionError:
+            raise PromptError(f"--data {path}: prompt {number} is nested too deeply to be read") from None
         if isinstance(value, dict):
             value = value.get("messages") if value.get("prompt") is None else value["prompt"]
         yield _checked(value, f"{path}: prompt {number}")
@@ -104,6 +119,8 @@ def _parquet(path: Path):
 
 
 def _checked(value, where: str) -> Prompt:
+    if _has_surrogate(value):
+        raise PromptError(f"--data {where}: holds text that is no Unicode (a lone surrogate); leave it out")
     if isinstance(value, str) and value.strip():
         return value
     if (
@@ -117,5 +134,9 @@ def _checked(value, where: str) -> Prompt:
     )
 
 
-def _is_message(value) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
+def _has_surrogate(value) -> bool:
+    if isinstance(value, str):
+        return bool(_SURROGATE.search(value))
+    if isinstance(value, dict):
+        return any(map(_has_surrogate, (*value.keys(), *value.values())))
+    return isinstance(value, list) and any(map(_has_surrogate, value))

@@ -57,7 +57,7 @@ class RolloutEngine:
         self._llm = None
 
     def __enter__(self) -> RolloutEngine:
-        _prepare_environment()
+        prepare_environment()
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -158,7 +158,7 @@ class RolloutEngine:
         return from_rollout(self._llm.collective_rpc("quads_masks"))
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Defaults for vLLM, which reads them when it is imported. What is set already stays."""
     import torch
 
