@@ -62,6 +62,16 @@ def test_a_value_that_makes_no_model(checkpoint, tmp_path, field, value):
     refused(rewritten(checkpoint, tmp_path, **{field: value}), f"config.json: {field} = ")
 
 
+def test_a_window_that_both_sides_read_differently(tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "m", "mixtral")
+    for number, window in enumerate((0, -1)):
+        (tmp_path / str(number)).mkdir()
+        refused(rewritten(checkpoint, tmp_path / str(number), sliding_window=window), "config.json: sliding_window = ")
+    for window in (None, 1, 4096):
+        (tmp_path / str(window)).mkdir()
+        preflight_config.build("--model", rewritten(checkpoint, tmp_path / str(window), sliding_window=window))
+
+
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])
 def test_positions_that_are_not_finite(checkpoint, tmp_path, theta):
     rope = {"rope_type": "default", "rope_theta": theta}
@@ -86,6 +96,8 @@ VALID = (
     {"num_key_value_heads": 1},
     {"intermediate_size": 0},
     {"sliding_window": None},
+    {"sliding_window": 0},
+    {"sliding_window": 4096, "use_sliding_window": False},
     {"eos_token_id": [1, 2]},
     {"eos_token_id": None},
     {"pad_token_id": -1},

@@ -26,7 +26,9 @@ _AT_LEAST_ONE = (
     "max_position_embeddings",
 )
 # A model without experts, or without layers of plain MLPs, may have 0.
-_NOT_NEGATIVE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_NOT_NEGATIVE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "sliding_window")
+_WINDOWED = ("mixtral",)
+"""Kinds of models for which transformers takes a `sliding_window` of 0 for a window, and vLLM for none."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 
@@ -124,6 +126,8 @@ def check_values(setting: str, path: str, config: Any) -> None:
             value = number(name)
             if value is not None and value < least:
                 refuse(name, value, f"must be at least {least}; give the number that the weights have")
+    if number("sliding_window") == 0 and getattr(text, "model_type", None) in _WINDOWED:
+        refuse("sliding_window", 0, "set it to null for attention to all tokens; actor and rollout read 0 differently")
     for name in _EPSILONS:
         value = getattr(text, name, None)
         if isinstance(value, int | float) and not 0 <= value < math.inf:
