@@ -140,7 +140,7 @@ MODELS = {
     "k-dense": (tiny_config("qwen3", intermediate_size=88), "mlp.down_proj.weight has K = 88"),
     "config": (
         {"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4},
-        "not a causal language model that transformers can build: StrictDataclassClassValidationError: ",
+        "can build (config.json: hidden_size = 65; correct it): StrictDataclassClassValidationError: ",
     ),
 }
 

@@ -64,12 +64,16 @@ def test_a_value_that_makes_no_model(checkpoint, tmp_path, field, value):
 
 def test_a_window_that_both_sides_read_differently(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "m", "mixtral")
-    for number, window in enumerate((0, -1)):
-        (tmp_path / str(number)).mkdir()
-        refused(rewritten(checkpoint, tmp_path / str(number), sliding_window=window), "config.json: sliding_window = ")
+
+    def with_window(value):
+        folder = tmp_path / f"window_{value}"
+        folder.mkdir()
+        return rewritten(checkpoint, folder, sliding_window=value)
+
+    for window in (0, -1):
+        refused(with_window(window), f"config.json: sliding_window = {window}: ")
     for window in (None, 1, 4096):
-        (tmp_path / str(window)).mkdir()
-        preflight_config.build("--model", rewritten(checkpoint, tmp_path / str(window), sliding_window=window))
+        preflight_config.build("--model", with_window(window))
 
 
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("nan")])

@@ -203,6 +203,7 @@ def test_more_layers_than_memory_has_room_for(folder):
     config = AutoConfig.from_pretrained(folder)
     preflight_weights.check_depth("path", folder, config)
     preflight_weights.check_depth("path", folder / "hub" / "id", config)
+    preflight_weights.check_depth("path", folder.parent, config)  # of a config that lies elsewhere
     config.num_hidden_layers = 10**12
     with pytest.raises(SettingsError, match="config.json: num_hidden_layers = 1000000000000, but the weights are"):
         preflight_weights.check_depth("path", folder, config)

@@ -31,23 +31,25 @@ def check_depth(setting: str, path: Path, config: Any) -> None:
 
     Args:
         setting: what holds `path`, for messages.
-        path: the checkpoint's folder; anything else is not checked.
+        path: the checkpoint's folder. What holds no weights that can be read is left to `check`.
         config: a transformers.PreTrainedConfig.
 
     Raises:
-        SettingsError: more layers than there are tensors; a file that is missing or can't be read.
+        SettingsError: more layers than there are tensors.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     try:
         files = _files(path, getattr(config, "transformers_weights", None))
-        if files is None or not isinstance(layers, int):
-            return
-        tensors = sum(len(_read(file)) for file in files)
-        if layers > tensors:
-            remedy = "give weights and config.json that belong together"
-            raise _Unfit(f"config.json: num_hidden_layers = {layers}, but the weights are {tensors} tensors; {remedy}")
-    except _Unfit as problem:
-        raise SettingsError(setting, str(path), str(problem)) from None
+        tensors = None if files is None else sum(len(_read(file)) for file in files)
+    except _Unfit:
+        return
+    if tensors is not None and isinstance(layers, int) and layers > tensors:
+        raise SettingsError(
+            setting,
+            str(path),
+            f"config.json: num_hidden_layers = {layers}, but the weights are {tensors} tensors; give weights and "
+            "config.json that belong together",
+        )
 
 
 def check(
