@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from omegaconf import OmegaConf
@@ -242,6 +243,22 @@ def test_prepare_writes_what_both_sides_need(config, monkeypatch):
     assert config.actor_rollout_ref.actor.fsdp_config.quads.actor.mode == "w4a16"
     assert config.ray_kwargs.ray_init.runtime_env.env_vars.QUADS_RUN_ID == os.environ["QUADS_RUN_ID"]
     assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_OMP_THREADS_BIND == "nobind"
+
+
+def test_temporary_files_of_workers_lie_in_rays_own_folder(config, monkeypatch):
+    """What they compile stays where torch keeps it; what the caller gives stays too."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    plain = overridden(config)
+    prepare(plain)
+    ray, variables = plain.ray_kwargs.ray_init, plain.ray_kwargs.ray_init.runtime_env.env_vars
+    assert variables.TMPDIR == f"{ray._temp_dir}/tmp" and os.path.isdir(variables.TMPDIR)
+    assert variables.TORCHINDUCTOR_CACHE_DIR.startswith(f"{tempfile.gettempdir()}/torchinductor_")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    given = overridden(config, "+ray_kwargs.ray_init.runtime_env.env_vars.TMPDIR=/mine")
+    prepare(given)
+    variables = given.ray_kwargs.ray_init.runtime_env.env_vars
+    assert (variables.TMPDIR, variables.TORCHINDUCTOR_CACHE_DIR) == ("/mine", "/elsewhere")
 
 
 def test_bf16_arm_leaves_the_rollout_unquantized(config, monkeypatch):

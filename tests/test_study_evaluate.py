@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,8 @@ BLOCKS = {arm: QuadsSettings.from_dict({"arm": arm}).to_dict() for arm in ARMS}
 SETTINGS = evaluate.Settings("heldout.parquet", "train.parquet", 8, 2, 40, 24, "bfloat16", None, "compute_score")
 
 WORKER = """
-    import json, os, sys
+    import json, os, sys, tempfile
+    print("temporary", tempfile.mkdtemp(), flush=True)
     request = json.load(open(sys.argv[1]))
     for job in request["jobs"]:
         if job["name"] in sys.argv[2:]:
@@ -90,6 +93,14 @@ def test_a_broken_evaluation_does_not_stop_the_others(study):
     assert evaluate.evaluate(jobs, SETTINGS, layout, display, worker()) == {} and not evaluate.pending(jobs)
 
 
+def test_temporary_files_of_an_evaluation_end_with_it(study):
+    layout, _, display = study
+    jobs = evaluate.start_jobs(layout, Path("p"), evaluate.engines(BLOCKS))
+    evaluate.evaluate(jobs, SETTINGS, layout, display, worker())
+    [folder] = re.findall("temporary (.*)", (layout.evaluations / "log.txt").read_text())
+    assert Path(folder).parent.parent == Path(tempfile.gettempdir()) and not Path(folder).parent.exists()
+
+
 def test_more_evaluations_than_one_process_makes(study, monkeypatch):
     layout, _, display = study
     monkeypatch.setattr(evaluate, "PER_PROCESS", 2)
@@ -136,6 +147,12 @@ def test_responses_are_scored_by_the_runs_own_reward(problems):
         truth = row["reward_model"]["ground_truth"]
         assert problems.score(index, f"1+1=2;x={truth}") == 1.0
         assert problems.score(index, f"{truth}") == 0.0 and problems.score(index, "1+1=99999") == 0.0
+
+
+def test_a_reward_that_is_no_finite_number_ends_the_evaluation(problems):
+    problems._score = lambda **_: {"score": float("nan")}
+    with pytest.raises(ValueError, match="reward of held-out problem 3 is nan.*must return a finite number"):
+        problems.score(3, "1+1=2")
 
 
 def test_scores_are_means_over_each_problems_responses(problems):

@@ -129,20 +129,18 @@ def test_claims_of_a_known_world(finished):
 
 BROKEN = {
     "done": ("runs/quads-seed0/done.json", {"arm": "quads"}, "has no seconds", "trains this run again"),
-    "failed": ("runs/quads-seed1/failed.json", {"cause": "fell over"}, "has no cause", "trains this run again"),
     "evaluation": ("evaluations/quads-seed0-own.json", {"mode": "w4a4", "ratio": 0}, "has no pass_at_1, per_problem",
                    "evaluates again"),
     "start": ("evaluations/start-bf16.json", {"mode": "bf16", "ratio": 0, "pass_at_1": 0, "per_problem": []},
-              "has no per_problem", "evaluates again"),
+              "per_problem is [], must be a list of 1 or more", "evaluates again"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_file_is_named_with_the_remedy(tmp_path, case, capsys):
     name, lacking, said, remedy = BROKEN[case]
-    layout = write_study(tmp_path, make_plan(arms=("bf16", "quads"), seeds=(0, 1)))
+    write_study(tmp_path, make_plan(arms=("bf16", "quads"), seeds=(0, 1)))
     (tmp_path / "about.json").write_text(json.dumps(about()))
-    (layout.run("quads", 1).folder / "done.json").unlink()
     for content, reason in (("", "no JSON"), ('{"seconds": 1', "no JSON"), ("[1]", "holds no JSON object"),
                             (json.dumps(lacking), said)):  # fmt: skip
         (tmp_path / name).write_text(content)
@@ -280,7 +278,7 @@ def test_studies_side_by_side(finished, tmp_path, capsys):
         (b"[]", "no JSON object but []"),
         (b"\xff\xfe", "no JSON"),
         (b"{}", "has no plan, about, arms"),
-        (b'{"plan": {"steps": 1}, "about": {"outliers": null}, "arms": []}', "has no arms"),
+        (b'{"plan": {"steps": 1}, "about": {"outliers": null}, "arms": []}', "plan has no policy, stress"),
     ],
 )
 def test_broken_results_are_named(tmp_path, capsys, content, said):

@@ -6,9 +6,11 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from contextlib import closing
@@ -30,7 +32,8 @@ from quads_recipe.study.plan import StudyError
 from quads_recipe.study.progress import StudyDisplay, describe
 
 TRAINER = """
-    import json, os, sys, time
+    import json, os, sys, tempfile, time
+    print("temporary", tempfile.mkdtemp(), flush=True)
     metrics, folder, steps, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     if what == "meet":  # the run of the other arm, which must be at work at the same time
         runs = os.path.dirname(folder)
@@ -92,6 +95,17 @@ def test_every_run_ends_with_weights_metrics_and_a_marker(tmp_path):
     text = out.getvalue()
     assert "run 3/4: arm bf16, seed 1" in text and "quads-seed1 done in" in text and "reward 0.100 -> 0.400" in text
     assert "step 1/4  reward 0.100  |d| 0.0100  0.1 s" in text and "\x1b[" not in text
+
+
+@pytest.mark.parametrize("what", ["train", "crash", "hang"])
+def test_temporary_files_of_a_run_end_with_it(tmp_path, what):
+    patience = 10.0 if what == "hang" else 600.0  # on a busy machine the stand-in takes seconds to say its first word
+    one, layout, asked, _ = study(tmp_path, what=lambda run: what, stall=patience, seeds=(0,))
+    train_all(one, layout, asked, jobs=2)
+    folders = {re.search("temporary (.*)", run.log.read_text())[1] for run in layout.runs(asked)}
+    assert len({Path(folder).parent for folder in folders}) == 2
+    for folder in folders:
+        assert Path(folder).parent.parent == Path(tempfile.gettempdir()) and not Path(folder).parent.exists()
 
 
 def test_two_runs_at_a_time(tmp_path):

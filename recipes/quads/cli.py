@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 # name: (module with main(argv) -> exit status, what it does)
 COMMANDS = {
@@ -12,6 +13,11 @@ COMMANDS = {
     "doctor": ("quads_recipe.doctor", "check the installation and say which numeric path would run"),
     "make-policy": ("quads_recipe.policy.cli", "train the demo's policy from a seed"),
 }
+
+IN_PROCESS = ("diagnose",)
+"""Those that load an engine themselves."""
+WITH_RUNS = ("demo", "study")
+"""Those whose engines are in other processes, each of which has a folder of its own in TMPDIR."""
 
 
 def usage() -> str:
@@ -31,7 +37,23 @@ def main(argv: list[str] | None = None) -> int:
         print(f"quads: {problem}\n\n{usage()}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[argv[0]]
-    return importlib.import_module(module).main(argv[1:])
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_temporary(argv[0]))
+        except OSError as error:
+            print(f"quads: TMPDIR: no folder can be made there ({error}); set it to another folder", file=sys.stderr)
+            return 2
+        return importlib.import_module(module).main(argv[1:])
+
+
+def _temporary(command: str) -> AbstractContextManager:
+    """What a command leaves in TMPDIR is removed with it. Before its modules are imported: torch settles where it keeps
+    what it compiles when it is."""
+    if command not in IN_PROCESS + WITH_RUNS:
+        return nullcontext()
+    from quads_recipe import scratch
+
+    return scratch.as_tmpdir() if command in IN_PROCESS else scratch.compiled()
 
 
 if __name__ == "__main__":

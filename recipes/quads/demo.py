@@ -9,12 +9,11 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from quads_recipe import scratch
 from quads_recipe.ending_signals import handled
 from quads_recipe.paths import POLICIES, configs_dir, given_folder, hydra_value, policy_dir
 
@@ -97,6 +96,10 @@ def check(args: argparse.Namespace) -> None:
     for override in args.overrides:
         if "=" not in override:
             raise DemoError(f"--set: {override!r} has no '='; write it as key=value")
+    try:
+        scratch.require_room()
+    except scratch.ScratchError as error:
+        raise DemoError(str(error)) from None
 
 
 def make_run_dir(given: str | Path | None) -> Path:
@@ -179,11 +182,10 @@ def train(command: list[str], environment: dict[str, str], run_dir: Path, steps:
     from quads_recipe.demo_progress import RunDisplay
 
     log, metrics = run_dir / "log.txt", run_dir / "metrics.jsonl"
-    scratch = tempfile.mkdtemp(prefix="qd-")  # short, because Ray's socket paths are limited to about 100 characters
-    environment = {**environment, "TMPDIR": scratch}
     try:
         with (
-            TrainerProcess(command, environment, log, Path(scratch)) as trainer,
+            scratch.made() as folder,
+            TrainerProcess(command, environment | scratch.environment(folder, environment), log, folder) as trainer,
             RunDisplay(metrics, log, steps) as display,
         ):
             while (status := trainer.poll()) is None:
@@ -193,8 +195,6 @@ def train(command: list[str], environment: dict[str, str], run_dir: Path, steps:
     except KeyboardInterrupt:
         print(f"interrupted; the trainer was ended. Log: {log}", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     if status:
         print(f"the trainer failed with status {status}:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in error_lines(log)) + f"\nlog: {log}", file=sys.stderr)

@@ -18,6 +18,7 @@ from quads_recipe import (
     preflight_weights,
     ray_folder,
     run_id,
+    scratch,
 )
 from quads_recipe.preflight_values import MODEL
 
@@ -91,12 +92,21 @@ def _write(config: DictConfig, settings: QuadsSettings) -> None:
 def _write_ray(config: DictConfig) -> None:
     """One id for the run in every process; on a CPU a private folder for Ray."""
     os.environ[run_id.ENV] = run_id.new_run_id()
-    env = {run_id.ENV: os.environ[run_id.ENV]}
+    env, defaults = {run_id.ENV: os.environ[run_id.ENV]}, {}
     ray_init = config.ray_kwargs.ray_init
     if os.environ.get("VERL_PLATFORM", "").lower() == "cpu":
         env["VERL_PLATFORM"] = "cpu"
         if not ray_init.get("_temp_dir") and not ray_init.get("address"):
             ray_init._temp_dir = ray_folder.make()
+            defaults = _temporary(ray_init._temp_dir)
     runtime_env = ray_init.get("runtime_env") or {}
     env_vars = OmegaConf.create({str(k): str(v) for k, v in (runtime_env.get("env_vars") or {}).items()})
-    ray_init.runtime_env = {**runtime_env, "env_vars": {**env_vars, **env}}
+    ray_init.runtime_env = {**runtime_env, "env_vars": {**defaults, **env_vars, **env}}
+
+
+def _temporary(folder: str) -> dict[str, str]:
+    """Temporary files of Ray's workers lie in Ray's own folder; what they compile stays where it is without this."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    compiled = os.environ.get(scratch.COMPILED) or default_cache_dir()
+    return {"TMPDIR": ray_folder.temporary(folder), scratch.COMPILED: compiled}

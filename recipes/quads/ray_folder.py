@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import shutil
 import sys
-import tempfile
 import time
+from pathlib import Path
 
 import psutil
+
+from quads_recipe.scratch import Scratch
 
 PREFIX = "quads-"
 _PATIENCE_SECONDS = 10.0
@@ -16,13 +17,20 @@ _PATIENCE_SECONDS = 10.0
 
 
 def make() -> str:
-    """A new folder in TMPDIR, removed when this process ends, unless a signal kills it."""
-    folder = tempfile.mkdtemp(prefix=PREFIX)
-    atexit.register(_remove, folder)
-    return folder
+    """A new folder in TMPDIR, removed when this process ends; if a signal kills it, by the next run that makes one."""
+    scratch = Scratch(PREFIX)
+    atexit.register(_remove, scratch)
+    return str(scratch.path)
 
 
-def _remove(folder: str) -> None:
+def temporary(folder: str) -> str:
+    """A new folder in Ray's, for the temporary files of its workers."""
+    path = Path(folder, "tmp")
+    path.mkdir()
+    return str(path)
+
+
+def _remove(scratch: Scratch) -> None:
     """Ray is shut down first, because its shutdown writes to the folder.
 
     Ray's own handler would come too late: they run in the reverse order, and Ray's is there since it was imported.
@@ -33,4 +41,4 @@ def _remove(folder: str) -> None:
         time.sleep(0.5)  # as Ray does: workers' last lines are on their way to the terminal
         ray.shutdown(wait_for_processes=True)
         psutil.wait_procs(started, timeout=_PATIENCE_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
+    scratch.remove()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quads_recipe import demo_report
+from quads_recipe.study.reading import StudyError, shown
 
 Step = dict[str, float]
 """`step`, and the metrics below that were logged."""
@@ -57,29 +58,77 @@ def steps(files: Iterable[Path]) -> list[Step]:
     """The training steps in files of verl's file logger, in order. Of a step that occurs again the later file counts.
 
     Lines that are not whole (the trainer was killed) are left out, as are those without a reward (validation).
+    Raises StudyError: a metric is no number, or a file has the reward of a step twice.
     """
-    merged: dict[int, dict] = {}
+    merged: dict[int, Step] = {}
     for file in files:
-        own: dict[int, dict] = {}
-        for line in file.read_text(errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-                number, logged = int(record["step"]), dict(record["data"])
-            except (ValueError, TypeError, KeyError):
-                continue
-            own.setdefault(number, {}).update(logged)
-        merged |= own
-    found = [_step(number, logged) for number, logged in sorted(merged.items())]
-    return [step for step in found if "reward" in step]
+        merged |= _of_file(file)
+    return [step for _, step in sorted(merged.items()) if "reward" in step]
 
 
-def _step(number: int, logged: Mapping) -> Step:
-    values: Step = {"step": number}
+def _of_file(file: Path) -> dict[int, Step]:
+    found: dict[int, Step] = {}
+    if file.is_dir():
+        raise StudyError(f"{file}: is broken, a folder and no file; {_remedy(file)}")
+    for i, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if (record := _record(line)) is None:
+            continue
+        number, logged = record
+        values = _values(logged, f"{file}: is broken, line {i}, step {number}: ", _remedy(file))
+        step = found.setdefault(number, {"step": number})
+        if "reward" in values and "reward" in step:
+            raise StudyError(f"{file}: is broken, line {i} has the reward of step {number} again; {_remedy(file)}")
+        step |= values
+    return found
+
+
+def _remedy(file: Path) -> str:
+    return f"remove {file.parent / 'done.json'}, and the same command trains this run again"
+
+
+def _record(line: str) -> tuple[int, Mapping] | None:
+    """(step, what was logged); None for a line of something else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("data"), dict):
+        return None
+    number = record.get("step")
+    if not isinstance(number, int | float) or isinstance(number, bool) or number != number // 1:
+        return None
+    return int(number), record["data"]
+
+
+def _values(logged: Mapping, start: str, remedy: str) -> Step:
+    values: Step = {}
     for name, metric in METRICS.items():
-        value = next((logged[source] for source in metric.names if logged.get(source) is not None), None)
-        if value is not None:
-            values[name] = float(value)
+        source = next((source for source in metric.names if logged.get(source) is not None), None)
+        if source is not None:
+            values[name] = _float(logged[source], f"{start}{source}", remedy)
     return values
+
+
+def _float(value: object, where: str, remedy: str) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)  # NaN and infinity too, which a run that went wrong logs
+    except OverflowError:
+        pass
+    raise StudyError(f"{where} is {shown(value)}, must be a number; {remedy}")
+
+
+def require_all(steps_: Sequence[Step], count: int, folder: Path) -> None:
+    """Raises StudyError if the run in `folder` has not logged steps 1 to `count`, each of them and no other."""
+    there = {int(step["step"]) for step in steps_}
+    wanted = set(range(1, count + 1))
+    if there == wanted:
+        return
+    wrong = f"step {min(wanted - there)} is missing" if wanted - there else f"step {max(there)} is too many"
+    raise StudyError(
+        f"{folder}: its metrics-*.jsonl are broken, {wrong}: they hold {len(there)} steps, and done.json says that all "
+        f"{count} are done; remove done.json there, and the same command trains this run again"
+    )
 
 
 def window(count: int) -> int:

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quads_recipe.study.layout import Layout
-from quads_recipe.study.plan import StudyError, read_object
+from quads_recipe.study.reading import StudyError, many, number, optional, read_object, record, table, text, whole
 
 TABLE = "compare.csv"
+_CONTENTS = {
+    "plan": record({"policy": text, "stress": many(text, 0), "steps": whole(1)}),
+    "about": record({"outliers": optional(table(number))}),
+    "arms": many(record({"arm": text, "figures": table(record({"mean": optional(number), "n": whole(1)}))})),
+}
 _FIGURES = ("reward_first", "reward_last", "gain", "collapsed", "d_mean", "d_max", "own", "in_bf16")
 
 
@@ -29,10 +34,10 @@ def write(studies: Sequence[Path], out: Path) -> list[str]:
 
 def _results(study: Path) -> dict:
     file = Layout(study).report / "results.json"
-    if not file.is_file():
+    if not file.exists():
         raise StudyError(f"--compare: {study} has no report/results.json; run or report that study first")
     remedy = f"write it again: quads study --report --out {study}"
-    return read_object(file, remedy, {"plan": dict, "about": dict, "arms": list})
+    return read_object(file, remedy, _CONTENTS)
 
 
 def rows_of(results: Mapping) -> list[dict]:
@@ -44,7 +49,7 @@ def rows_of(results: Mapping) -> list[dict]:
     for arm, found in figures.items():
         row = {
             "policy": plan["policy"],
-            "outliers": " ".join(f"{name}={value:g}" for name, value in (results["about"]["outliers"] or {}).items()),
+            "outliers": " ".join(f"{k}={v:g}" for k, v in (results["about"].get("outliers") or {}).items()),
             "stress": "+".join(plan["stress"]) or "none",
             "steps": plan["steps"],
             "seeds": found.get("reward_last", {}).get("n", 0),
@@ -52,8 +57,8 @@ def rows_of(results: Mapping) -> list[dict]:
         }
         row |= {name: found.get(name, {}).get("mean") for name in _FIGURES}
         for name in ("reward_last", "own", "in_bf16"):
-            known = name in found and name in base
-            row[f"{name}_gap"] = found[name]["mean"] - base[name]["mean"] if known else None
+            own, plain = (of.get(name, {}).get("mean") for of in (found, base))
+            row[f"{name}_gap"] = None if own is None or plain is None else own - plain
         rows.append(row)
     return rows
 

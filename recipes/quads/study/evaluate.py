@@ -7,21 +7,36 @@ or breaks ends with it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quads_recipe import scratch
 from quads_recipe.demo import POLL_SECONDS
 from quads_recipe.demo_process import TrainerProcess, error_lines
 from quads_recipe.study.layout import Layout, Run
-from quads_recipe.study.plan import Plan, read_object, write_atomically
+from quads_recipe.study.plan import Plan, write_atomically
+from quads_recipe.study.reading import StudyError, at_least, many, number, optional, read_object, shown, text, whole
 
 PER_PROCESS = 12
 START = "start"
+REMEDY = "remove it, and the same command evaluates again"
+_FIELDS = {
+    "mode": text,
+    "ratio": at_least(0),
+    "pass_at_1": number,
+    "per_problem": many(number),
+    "problems": optional(whole(1)),
+    "samples": optional(whole(1)),
+    "length": optional(number),
+    "energy_covered": optional(number),
+    "seconds": optional(number),
+}
 
 
 @dataclass(frozen=True)
@@ -109,9 +124,29 @@ def _job(layout: Layout, name: str, weights: Path, engine: Engine) -> Job:
 def result(layout: Layout, name: str) -> dict | None:
     """What an evaluation found; None if it was not made, or failed. Raises StudyError: its file is broken."""
     file = layout.evaluations / f"{name}.json"
-    fields = {"mode": str, "ratio": float, "pass_at_1": float, "per_problem": list}
-    remedy = "remove it, and the same command evaluates again"
-    return read_object(file, remedy, fields) if file.is_file() else None
+    if not file.exists():
+        return None
+    found = read_object(file, REMEDY, _FIELDS)
+    scores = found["per_problem"]
+    if (count := found.get("problems")) not in (None, len(scores)):
+        raise StudyError(f"{file}: is broken, per_problem has {len(scores)} scores of {count} problems; {REMEDY}")
+    if not math.isclose(mean := math.fsum(scores) / len(scores), found["pass_at_1"], rel_tol=1e-6, abs_tol=1e-9):
+        said = f"pass_at_1 is {shown(found['pass_at_1'])}, and the mean of per_problem is {mean:.6g}"
+        raise StudyError(f"{file}: is broken, {said}; {REMEDY}")
+    return found
+
+
+def require_same(layout: Layout, found: Mapping[str, dict], plan: Plan) -> None:
+    """Raises StudyError if evaluations (name -> result) are about different problems, or about too many."""
+    counts = {name: len(of["per_problem"]) for name, of in found.items()}
+    most = max(counts.values(), default=0)
+    for name, count in counts.items():
+        file = layout.evaluations / f"{name}.json"
+        if count != most:
+            raise StudyError(f"{file}: is broken, per_problem has {count} scores, others have {most}; {REMEDY}")
+        if not plan.data and count > plan.heldout:
+            said = f"per_problem has {count} scores of {plan.heldout} held-out problems"
+            raise StudyError(f"{file}: is broken, {said}; {REMEDY}")
 
 
 def pending(jobs: Sequence[Job]) -> list[Job]:
@@ -149,7 +184,10 @@ def _batch(left: Sequence[Job], settings: Settings, layout: Layout, display, wor
     write_atomically(request, json.dumps({"jobs": [asdict(job) for job in left], "settings": asdict(settings)}))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     shown: set[str] = set()
-    with TrainerProcess(worker(request), environment, log) as process:
+    with (
+        scratch.made() as folder,
+        TrainerProcess(worker(request), environment | {"TMPDIR": str(folder)}, log, folder) as process,
+    ):
         # Not until it has ended: with all results there, taking engines down is not worth waiting for.
         while (status := process.poll()) is None and pending(left):
             _show(left, shown, layout, display)

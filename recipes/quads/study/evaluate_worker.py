@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -53,7 +54,13 @@ class Problems:
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=row.get("extra_info"),
         )
-        return float(value["score"] if isinstance(value, dict) else value)
+        score = float(value["score"] if isinstance(value, dict) else value)
+        if not math.isfinite(score):
+            raise ValueError(
+                f"reward.custom_reward_function: the reward of held-out problem {index} is {score}, which no mean can "
+                "hold; it must return a finite number"
+            )
+        return score
 
 
 def reward_function(settings: Settings):

@@ -132,6 +132,7 @@ def findings(results: dict) -> list[tuple[str, str]]:
     if broken:
         names = ", ".join(f"{run['arm']} seed {run['seed']} ({run['status']})" for run in broken)
         found.append(("not finished", f"{names}. The figures are of the other runs."))
+    found += [("note", note) for note in results["notes"]]
     codes = {run["code"] for run in results["runs"] if run["code"]}
     if len(codes) > 1:
         found.append(

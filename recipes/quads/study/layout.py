@@ -11,10 +11,16 @@ report/                   results.json, tables, drawings, study.html
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from quads_recipe.study.plan import Plan, read_object, write_atomically
+from quads_recipe.study.plan import Plan, write_atomically
+from quads_recipe.study.reading import Check, StudyError, at_least, many, optional, read_object, text, whole
+
+_FACTS = {"attempt": optional(whole(1)), "code": optional(text), "date": optional(text)}
+_DONE = {"seconds": at_least(0), **_FACTS}
+_FAILED = {"cause": many(text), "seconds": optional(at_least(0)), **_FACTS}
 
 
 @dataclass(frozen=True)
@@ -40,22 +46,41 @@ class Run:
 
     def done(self) -> dict | None:
         """What done.json says; None for a run that did not finish. Raises StudyError: the file is broken."""
-        return _read(self.folder / "done.json", {"seconds": float})
+        remedy = "remove it, and the same command trains this run again"
+        return _read(self.folder / "done.json", _DONE, remedy)
 
     def failure(self) -> dict | None:
-        """What failed.json says. Raises StudyError: the file is broken."""
-        return None if self.done() else _read(self.folder / "failed.json", {"cause": list})
+        """What failed.json says; None for a run that did not fail.
+
+        A broken one is `broken`, and its cause says so: it is only a note, and the run is tried again in any case.
+        """
+        if self.done():
+            return None
+        try:
+            remedy = "why the run failed is lost, and the same command tries it again"
+            return _read(self.folder / "failed.json", _FAILED, remedy)
+        except StudyError as error:
+            said = str(error).replace(f"{self.folder}/", f"{self.name}/")  # reports name no folder of the machine
+            return {"cause": [said], "broken": True}
 
     def mark_done(self, facts: dict) -> None:
         write_atomically(self.folder / "done.json", json.dumps(facts, indent=1) + "\n")
-        (self.folder / "failed.json").unlink(missing_ok=True)
+        self.forget_failure()
 
     def mark_failed(self, facts: dict) -> None:
         write_atomically(self.folder / "failed.json", json.dumps(facts, indent=1) + "\n")
 
+    def forget_failure(self) -> None:
+        """Removes failed.json, also where a folder has its name."""
+        file = self.folder / "failed.json"
+        if file.is_dir():
+            shutil.rmtree(file)
+        file.unlink(missing_ok=True)
+
     def metrics_files(self) -> list[Path]:
         """Of all attempts, the oldest first. A later attempt's steps replace those of an earlier one."""
-        return sorted(self.folder.glob("metrics-*.jsonl"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        attempts = {path: path.stem.removeprefix("metrics-") for path in self.folder.glob("metrics-*.jsonl")}
+        return sorted((path for path, number in attempts.items() if number.isdecimal()), key=lambda p: int(attempts[p]))
 
 
 @dataclass(frozen=True)
@@ -84,6 +109,5 @@ class Layout:
         return [self.run(arm, seed) for arm, seed in plan.runs()]
 
 
-def _read(path: Path, fields: dict[str, type]) -> dict | None:
-    remedy = "remove it, and the same command trains this run again"
-    return read_object(path, remedy, fields) if path.is_file() else None
+def _read(path: Path, fields: dict[str, Check], remedy: str) -> dict | None:
+    return read_object(path, remedy, fields) if path.exists() else None

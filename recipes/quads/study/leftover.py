@@ -12,8 +12,10 @@ import psutil
 
 from quads_recipe.demo_process import session, stop
 from quads_recipe.study.plan import write_atomically
+from quads_recipe.study.reading import number, read_object, whole
 
 FILE = "trainer.json"
+_FIELDS = {"pid": whole(2, 2**22), "started": number}  # Linux has no higher pids
 
 
 def remember(folder: Path, pid: int) -> None:
@@ -27,15 +29,27 @@ def forget(folder: Path) -> None:
 
 
 def end(folder: Path) -> int | None:
-    """Ends the session of the trainer that a run's folder names, if it still runs. Returns its pid, or None."""
-    file = folder / FILE
-    if not file.is_file():
+    """Ends the session of the trainer that a run's folder names, if it still runs. Returns its pid, or None.
+
+    Raises StudyError: the file that names it is broken.
+    """
+    facts = read(folder)
+    if facts is None:
         return None
-    facts = json.loads(file.read_text())
     members = session(facts["pid"]) if _is(facts["pid"], facts["started"]) else []
     stop(members, patience=15.0)
     forget(folder)
     return facts["pid"] if members else None
+
+
+def read(folder: Path) -> dict | None:
+    """pid and start of the trainer that a run's folder names. Raises StudyError: the file is broken."""
+    file = folder / FILE
+    remedy = (
+        f"it names the trainer of an earlier start: end that one if it still runs (its command line names {folder}), "
+        "remove the file, and the same command trains this run"
+    )
+    return read_object(file, remedy, _FIELDS) if file.exists() else None
 
 
 def _is(pid: int, started: float) -> bool:

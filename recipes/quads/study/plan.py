@@ -10,7 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quads_ops.settings import ARMS
 from quads_recipe.paths import given_folder
+from quads_recipe.study.reading import (
+    StudyError,
+    many,
+    number,
+    one_of,
+    optional,
+    read_object,
+    table,
+    text,
+    truth,
+    whole,
+)
 
 PLAN = "plan.json"
 POLICY = "policy"
@@ -21,10 +34,6 @@ FORMAT = 1
 GROWING = ("arms", "seeds")
 # Changes nothing about a run.
 FREE = ("keep_weights",)
-
-
-class StudyError(Exception):
-    """A wrong argument or a folder that doesn't fit: the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -66,34 +75,31 @@ def to_json(plan: Plan) -> str:
     return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
 
 
-def read_object(file: Path, remedy: str, fields: Mapping[str, type] | None = None) -> dict:
-    """The JSON object in a file.
+_FIELDS = {
+    "preset": text,
+    "stress": many(text, 0),
+    "config": text,
+    "arms": many(one_of(tuple(ARMS)), distinct=True),
+    "seeds": many(whole(0), distinct=True),
+    "steps": whole(1),
+    "policy": text,
+    "policy_digest": text,
+    "outliers": table(number),
+    "terms": optional(many(whole(1), 2, 2)),
+    "data": table(text),
+    "overrides": many(text, 0),
+    "heldout": whole(1),
+    "samples": whole(1),
+    "calibration": whole(0),
+    "probe_every": whole(0),
+    "save_every": whole(0),
+    "keep_weights": truth,
+    "versions": table(text),
+    "format": whole(FORMAT, FORMAT),
+}
 
-    fields: what must be in it, with its type; lists and objects may not be empty. float: any number.
-    Raises StudyError, which names the file and ends with `remedy`.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no text
-        raise StudyError(f"{file}: is broken, no JSON ({error}); {remedy}") from None
-    if not isinstance(values, dict):
-        raise StudyError(f"{file}: is broken, holds no JSON object but {json.dumps(values)[:60]}; {remedy}")
-    if wrong := [name for name, kind in (fields or {}).items() if not _is(values.get(name), kind)]:
-        raise StudyError(f"{file}: is broken, has no {', '.join(wrong)}; {remedy}")
-    return values
 
-
-def _is(value: object, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and (kind is str or bool(value))
-
-
-def from_values(values: Mapping) -> Plan:
-    """Raises StudyError for a file of another version of this program."""
-    names = {field.name for field in dataclasses.fields(Plan)}
-    if values.get("format") != FORMAT or values.keys() != names:
-        raise StudyError(f"{PLAN}: was written by another version of `quads study`; give another --out")
+def _from_values(values: Mapping) -> Plan:
     tuples = ("stress", "arms", "seeds", "terms", "overrides")
     return Plan(**{k: tuple(v) if k in tuples and v is not None else v for k, v in values.items()})
 
@@ -103,7 +109,11 @@ def read(folder: Path) -> Plan:
     file = folder / PLAN
     if not file.is_file():
         raise StudyError(f"{folder} holds no {PLAN}; give the folder of a study")
-    return from_values(read_object(file, "give another --out, or restore the file from a backup"))
+    remedy = "give another --out, or restore the file from a backup"
+    values = read_object(file, remedy)
+    if values.get("format") != FORMAT or values.keys() != _FIELDS.keys():
+        raise StudyError(f"{file}: was written by another version of `quads study`; give another --out")
+    return _from_values(read_object(file, remedy, _FIELDS))
 
 
 def differences(there: Plan, asked: Plan) -> list[str]:

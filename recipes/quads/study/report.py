@@ -13,6 +13,7 @@ from pathlib import Path
 from quads_recipe.study import collect
 from quads_recipe.study import results as gathered
 from quads_recipe.study.layout import Layout
+from quads_recipe.study.reading import Misfit, StudyError, number, optional, record, table, text, whole
 
 PAGE = "study.html"
 _TEST = ("kind", "n", "unit", "effect", "error", "df", "t", "p", "low", "high")
@@ -23,9 +24,10 @@ def write(folder: Path, about: Mapping) -> dict:
 
     about: what the folder itself doesn't say (see `describe`).
     Files appear there when all of them are written: an earlier report stays whole where that fails (OSError).
-    Raises StudyError if the folder holds no study.
+    Raises StudyError: the folder holds no study, or a file of it is damaged.
     """
     found = gathered.load(folder)
+    _check(folder, about)
     results = gathered.contents(found, {**about, "seconds": _seconds(found)})
     report = Layout(folder).report
     report.mkdir(exist_ok=True)
@@ -34,6 +36,26 @@ def write(folder: Path, about: Mapping) -> dict:
         for file in Path(part).iterdir():
             file.replace(report / file.name)
     return results
+
+
+_ABOUT = {
+    "title": text,
+    "command": text,
+    "date": text,
+    "machine": table(text),
+    "outliers": optional(table(number)),
+    "prompts_per_step": whole(1),
+    "responses": whole(1),
+}
+
+
+def _check(folder: Path, about: Mapping) -> None:
+    try:
+        record(_ABOUT)(about, "")
+        record({} if "gpus" in about["machine"] else {"processor": text, "cores": text})(about["machine"], "machine")
+    except Misfit as error:
+        remedy = "start the study again with the same arguments, which writes it"
+        raise StudyError(f"{folder / 'about.json'}: is broken, {error}; {remedy}") from None
 
 
 def _write(out: Path, found: gathered.Found, results: dict) -> None:
@@ -148,6 +170,7 @@ def terminal_lines(results: dict) -> list[str]:
     lines = ["", *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows), ""]
     width = max(len(o["status"]) for o in results["claims"])
     lines += [f"{o['status']:<{width}}  {o['claim']}" for o in results["claims"]]
+    lines += [f"note: {note}" for note in results["notes"]]
     return [*lines, "", headline(results)]
 
 

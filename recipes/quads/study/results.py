@@ -38,12 +38,13 @@ class Found:
 
 
 def load(folder: Path) -> Found:
-    """Reads a study's folder. Raises StudyError if it holds no study."""
+    """Reads a study's folder. Raises StudyError: it holds no study, or a file of it is damaged."""
     layout, asked = Layout(folder), plan.read(folder)
     found = Found(asked, layout.runs(asked))
     for run in found.runs:
         if run.done():
-            found.steps[run.arm, run.seed] = collect.steps(run.metrics_files())
+            found.steps[run.arm, run.seed] = steps = collect.steps(run.metrics_files())
+            collect.require_all(steps, asked.steps, run.folder)
         sides = {side: evaluate.result(layout, f"{run.name}-{side}") for side in ("own", "bf16")}
         if sides["bf16"] is None and sides["own"] and sides["own"]["mode"] == "bf16":
             sides["bf16"] = sides["own"]
@@ -51,8 +52,18 @@ def load(folder: Path) -> Found:
             found.final[run.arm, run.seed] = present
     for file in sorted(layout.evaluations.glob(f"{evaluate.START}-*.json")):
         found.start[file.stem.removeprefix(f"{evaluate.START}-")] = evaluate.result(layout, file.stem)
+    evaluate.require_same(layout, _evaluations(found), asked)
     found.engines = {arm: _engine_name(arm, found) for arm in asked.arms}
     return found
+
+
+def _evaluations(found: Found) -> dict[str, dict]:
+    """Name of its file -> evaluation."""
+    named = {f"{evaluate.START}-{engine}": of for engine, of in found.start.items()}
+    for (arm, seed), sides in found.final.items():
+        shared = sides.get("own") is sides.get("bf16")
+        named |= {f"{arm}-seed{seed}-{side}": of for side, of in sides.items() if not (shared and side == "bf16")}
+    return named
 
 
 def _engine_name(arm: str, found: Found) -> str:
@@ -86,6 +97,7 @@ def contents(found: Found, about: Mapping) -> dict:
         "about": dict(about),
         "plan": dataclasses.asdict(found.plan),
         "runs": [_run(run, found) for run in found.runs],
+        "notes": notes(found),
         "arms": [_arm(arm, found, table) for arm in found.plan.arms],
         "start": [_start(arm, found) for arm in found.plan.arms],
         "claims": [dataclasses.asdict(outcome) for outcome in claims.judge(table, _start_scores(found))],
@@ -116,6 +128,18 @@ def _run(run: Run, found: Found) -> dict:
         "own": sides.get("own", {}).get("pass_at_1"),
         "in_bf16": sides.get("bf16", {}).get("pass_at_1"),
     }
+
+
+def notes(found: Found) -> list[str]:
+    """What a reader must know of the figures: files that could not be read, rewards that are left out of means."""
+    failures = {run: run.failure() for run in found.runs}
+    lines = [failure["cause"][0] for failure in failures.values() if failure and failure.get("broken")]
+    for (arm, seed), steps in found.steps.items():
+        wrong = [int(step["step"]) for step in steps if not math.isfinite(step["reward"])]
+        if wrong:
+            text = f"{arm} seed {seed}: no finite reward in {len(wrong)} of {len(steps)} steps"
+            lines.append(f"{text} (first step {wrong[0]}), which are left out of its means")
+    return lines
 
 
 def _arm(arm: str, found: Found, table: Values) -> dict:

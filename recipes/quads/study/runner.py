@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from quads_recipe import scratch
 from quads_recipe.demo import POLL_SECONDS, _write_script
 from quads_recipe.demo_process import TrainerProcess, error_lines
 from quads_recipe.ending_signals import undisturbed
-from quads_recipe.study import collect, command, data, leftover
+from quads_recipe.study import collect, command, data, leftover, results
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import LOCK, Plan, StudyError
 
@@ -28,6 +29,8 @@ class Runner:
         display: told what happens (progress.StudyDisplay).
         code: digest of the sources, noted with each run.
         build: from a run, its metrics file and its files to (command, environment); tests give another one.
+
+    Raises StudyError: a file of the study is damaged, or TMPDIR too long.
     """
 
     def __init__(
@@ -43,6 +46,18 @@ class Runner:
     ):
         self.plan, self.layout, self.policy, self.display, self.code = plan, layout, policy, display, code
         self.own_data, self.build, self.stall_seconds = own_data, build or self._build, stall_seconds
+        self._check()
+
+    def _check(self) -> None:
+        """Everything is read that an earlier start left, before anything is trained. Raises StudyError."""
+        results.load(self.layout.study)
+        for run in self.layout.runs(self.plan):
+            leftover.read(run.folder)
+        if self.plan.config == command.DEMO_CONFIG:
+            try:
+                scratch.require_room()
+            except scratch.ScratchError as error:
+                raise StudyError(str(error)) from None
 
     def files(self, seed: int) -> command.Files:
         """What the runs of a seed read."""
@@ -110,14 +125,19 @@ class Runner:
         """An empty folder, or that of a run with checkpoints to resume from."""
         if pid := leftover.end(run.folder):
             self.display.note(f"ended the trainer {pid} of an earlier start of {run.name}, which was still running")
+        if (failure := run.failure()) and failure.get("broken"):
+            self.display.note(failure["cause"][0])
         if run.folder.exists() and not (self.plan.save_every and any(run.folder.glob("checkpoints/global_step_*"))):
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "failed.json").unlink(missing_ok=True)
+        run.forget_failure()
 
     def _finish(self, run: Run) -> list[str]:
         """Keeps the final weights, removes the checkpoints. Returns what is wrong, in lines."""
-        steps = collect.steps(run.metrics_files())
+        try:
+            steps = collect.steps(run.metrics_files())
+        except StudyError as error:
+            return [str(error)]
         if len(steps) != self.plan.steps:
             return [f"the trainer logged {len(steps)} of {self.plan.steps} steps", *error_lines(run.log)]
         saved = run.folder / "checkpoints" / f"global_step_{self.plan.steps}" / "actor" / "huggingface"
@@ -130,7 +150,7 @@ class Runner:
 
 
 class Attempt:
-    """A trainer at work on a run.
+    """A trainer at work on a run, its temporary files in a folder of their own.
 
     Args:
         number: of the attempt. line, environment: the command. stall_seconds: it may log nothing for so long.
@@ -140,7 +160,13 @@ class Attempt:
         self.run, self.number, self.stall_seconds = run, number, stall_seconds
         self.started = self._grown = time.monotonic()
         self._size, self._stalled = -1, False
-        self._trainer = TrainerProcess(line, environment, run.log)
+        self._scratch = scratch.Scratch()
+        environment = environment | scratch.environment(self._scratch.path, environment)
+        try:
+            self._trainer = TrainerProcess(line, environment, run.log, self._scratch.path)
+        except BaseException:
+            self._scratch.remove()
+            raise
         leftover.remember(run.folder, self._trainer.process.pid)
 
     def working(self) -> bool:
@@ -156,6 +182,7 @@ class Attempt:
         """Ends its whole session. Returns (exit status, None if it stalled; cause of a failure in lines)."""
         status = self._trainer.poll()
         self._trainer.end()
+        self._scratch.remove()
         leftover.forget(self.run.folder)
         if self._stalled:
             return None, [
@@ -173,6 +200,8 @@ def lock(study: Path):
     import fcntl
 
     study.mkdir(parents=True, exist_ok=True)
+    if (study / LOCK).is_dir():
+        raise StudyError(f"--out: {study / LOCK} is a folder, and must be a file; remove it")
     file = (study / LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
