@@ -10,7 +10,7 @@ and data that is read again from the L2 cache.
 A kernel's time is the largest of bytes / bandwidth, operations / tensor core peak and, where codes are dequantized in
 registers (Hopper), integer instructions / their peak; a layer's time is the sum over its kernels. Residual compensation
 at ratio r adds r K channels to the codes that are written and read, and r of the operations; no byte of any weight.
-Emulated products of many tokens take FP16 sums of activation and residual (quads_ops.backends.takes_sums): 2 bytes a
+Emulated products take FP16 sums of activation and residual (quads_ops.backends.takes_sums): 2 bytes a
 channel at every ratio, written by the quantizer and read; no operation more, and no dequantization but of weights. "two
 products" is QUADS_EXACT_RESIDUAL=1, which multiplies codes twice.
 
@@ -109,9 +109,9 @@ def expected_blocks(tokens: int, share: float, block: int) -> float:
     return total
 
 
-def takes_sums(device: Device, tokens: int, ratio: float) -> bool:
-    """Whether a product of so many tokens (of experts: the average) takes sums; see `quads_ops.backends.takes_sums`."""
-    return not (device.native or configs.few_tokens(tokens) or (device.two_products and ratio))
+def takes_sums(device: Device, ratio: float) -> bool:
+    """Whether products take sums; see `quads_ops.backends.takes_sums`."""
+    return not (device.native or (device.two_products and ratio))
 
 
 def quantizer(name: str, rows: float, k: int, ratio: float, sums: bool, read_width: int = 1) -> Kernel:
@@ -157,26 +157,23 @@ def layer(model: Model, device: Device, tokens: int, ratio: float) -> list[Kerne
     hidden, inner = model.hidden, model.intermediate
     pairs, active = tokens * model.topk, touched(model, tokens)
     where = (device.capability, device.native)
-    sums = takes_sums(device, tokens, ratio)
-    sums_routed = takes_sums(device, configs.rows_per_expert(pairs, model.experts), ratio)
+    sums = takes_sums(device, ratio)
 
     def dense(name: str, n: int, k: int) -> Kernel:
         tile = configs.choose_dense(*where, tokens, n, k, device.processors, sums=sums)
         return product(name, tokens, math.ceil(tokens / tile.tokens), 1, n, k, ratio, 2, tile, sums)
 
-    routed = configs.choose_grouped(
-        *where, pairs, model.experts, 2 * inner, hidden, device.processors, sums=sums_routed
-    )
+    routed = configs.choose_grouped(*where, pairs, model.experts, 2 * inner, hidden, device.processors, sums=sums)
     blocks = model.experts * expected_blocks(tokens, model.topk / model.experts, routed.tokens)
     return [
         quantizer("quantize q|k|v input", tokens, hidden, ratio, sums),
         dense("q|k|v", attention + 2 * model.kv_heads * model.head_dim, hidden),
         quantizer("quantize o input", tokens, attention, ratio, sums),
         dense("o", hidden, attention),
-        quantizer("quantize experts' input", tokens, hidden, ratio, sums_routed),
-        product("experts gate|up", pairs, blocks, active, 2 * inner, hidden, ratio, 2, routed, sums_routed),
-        quantizer("SwiGLU, quantize", pairs, inner, ratio, sums_routed, read_width=2),
-        product("experts down", pairs, blocks, active, hidden, inner, ratio, 4, routed, sums_routed),
+        quantizer("quantize experts' input", tokens, hidden, ratio, sums),
+        product("experts gate|up", pairs, blocks, active, 2 * inner, hidden, ratio, 2, routed, sums),
+        quantizer("SwiGLU, quantize", pairs, inner, ratio, sums, read_width=2),
+        product("experts down", pairs, blocks, active, hidden, inner, ratio, 4, routed, sums),
         Kernel("add experts", pairs * 4 * hidden + tokens * 2 * hidden),
     ]
 

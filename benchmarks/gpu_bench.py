@@ -216,7 +216,7 @@ def tune(device: torch.device, backend: str, token_counts) -> None:
     for tokens in token_counts:
         for n, k in LINEARS.values():
             weight = gpu_providers.random_weight(n, k, device=device)
-            sums = not native and not configs.few_tokens(tokens)  # the form that is chosen there
+            sums = not native  # the form that is chosen
             quantize = gpu_providers.quantized_sums if sums else activation.quantize
             rows = quantize(gpu_providers.activations(tokens, k, device), kept=k // 32)
             options = dict(out_dtype=torch.bfloat16, native=native)
@@ -238,7 +238,7 @@ def _tune_experts(device: torch.device, native: bool, tokens: int) -> dict:
     count, topk, hidden, inner = (EXPERTS[name] for name in ("count", "topk", "hidden", "inner"))
     w13 = gpu_providers.random_weight(count, 2 * inner, hidden, device=device)
     w2 = gpu_providers.random_weight(count, hidden, inner, device=device)
-    sums = not native and not configs.few_tokens(configs.rows_per_expert(tokens * topk, count))
+    sums = not native
     quantize = gpu_providers.quantized_sums if sums else activation.quantize
     rows = quantize(gpu_providers.activations(tokens, hidden, device), kept=hidden // 32)
     ids = torch.rand(tokens, count, device=device).topk(topk).indices.int()

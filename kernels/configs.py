@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 FEW_TOKENS = (16, 32, 64)
-"""Token tiles for decoding, weights on the M side. Above the last one are the tables for many tokens."""
+"""Token tiles for decoding. Above the last one are the tables for many tokens."""
 
 
 FEW_ROWS = 128
@@ -49,25 +49,30 @@ def _few(*tiles: tuple[int, int, int, int, int]) -> dict[int, tuple[Tile, ...]]:
     return table
 
 
-# tokens, weights, k, warps, stages. Widest first: a wide tile dequantizes its tokens for more weights.
+# From codes, tokens, weights, k, warps, stages, weights on the M side. Emulated, this is the exact form, which runs on
+# demand. Widest first: a wide tile dequantizes its tokens for more weights.
 DECODE = {
     "emulated_mma": _few((16, 128, 128, 4, 3), (32, 128, 128, 8, 3), (64, 128, 64, 8, 3)),
-    "emulated": _few(
-        (16, 256, 128, 8, 4), (16, 128, 128, 4, 4), (32, 256, 64, 8, 4), (32, 128, 128, 8, 4),
-        (64, 256, 64, 8, 3), (64, 128, 128, 8, 3),
-    ),
-    # Only on demand, to compare. Triton 3.6 gives each of the 8 products in a step its own sum in tensor memory.
+    "emulated": _few((16, 256, 128, 8, 4), (16, 128, 128, 4, 4), (32, 256, 64, 8, 4), (64, 256, 64, 8, 3)),
+    # Triton 3.6 gives each of the 8 products in a step its own sum in tensor memory.
     "emulated_sm100": _few((16, 128, 64, 4, 4), (32, 128, 64, 4, 3), (64, 64, 64, 4, 3)),
     "native_sm100": _few((16, 128, 128, 4, 6), (32, 128, 256, 4, 4), (64, 128, 256, 8, 3)),
     "native_sm120": _few((16, 64, 256, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 3)),
 }  # fmt: skip
-# From codes, tokens on the M side. The first is the default. Emulated, this is the exact form: it runs on demand.
+# From codes, tokens on the M side. The first is the default. Emulated, this is the exact form too.
 PREFILL = {
     "emulated_mma": (Tile(128, 128, 64, 8, 3),),
     "emulated": (Tile(128, 256, 64, 8, 3),),
     "emulated_sm100": (Tile(64, 64, 64, 4, 3),),
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 128, 8, 4)),
     "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
+}
+# From FP16 sums, few tokens: nothing of them is dequantized, so width saves little, and programs that run side by side on
+# a multiprocessor read ahead. Scales must be copied asynchronously, as below.
+SUMS_DECODE = {
+    "emulated_mma": _few((16, 128, 128, 4, 3), (32, 128, 128, 4, 3), (64, 128, 64, 8, 3)),
+    "emulated": _few((16, 128, 128, 4, 4), (16, 64, 256, 4, 4), (32, 128, 128, 4, 4), (64, 128, 64, 4, 6)),
+    "emulated_sm100": _few((16, 128, 64, 4, 4), (32, 128, 64, 4, 4), (64, 128, 64, 4, 3)),
 }
 # From FP16 sums, which have 3.6 times the bytes of a weight: a wide side of weights saves traffic. On Hopper scales
 # must be copied asynchronously (weights * k >= 2048 * warps), or Triton takes the weight through shared memory. Two
@@ -110,14 +115,6 @@ def check_native(tile: Tile, capability: int) -> None:
         )
 
 
-def few_tokens(tokens: int) -> bool:
-    """Whether a product with this many tokens (grouped: `rows_per_expert`) has the weights on the M side: decoding.
-
-    It waits for weights then, above that for the tensor core, which is where a second product for the residual costs.
-    """
-    return tokens <= FEW_TOKENS[-1]
-
-
 def rows_per_expert(pairs: int, experts: int) -> int:
     """Average rows of an expert in use. The shape decides, not the routing: that is known to the device alone."""
     return math.ceil(pairs / max(1, min(pairs, experts)))
@@ -131,14 +128,10 @@ def local_pairs(pairs: int, experts: int, everywhere: int | None) -> int:
 def dense_candidates(capability: int, native: bool, tokens: int, sums: bool = False) -> tuple[Tile, ...]:
     """Tiles for a product with this many tokens, from codes or from sums."""
     if capability == 0:
-        return (INTERPRETER._replace(weights_on_m=sums or few_tokens(tokens)),)
+        return (INTERPRETER._replace(weights_on_m=sums or tokens <= FEW_TOKENS[-1]),)
     name = table_name(capability, native)
-    if sums:
-        return SUMS[name]
-    for size in FEW_TOKENS:
-        if tokens <= size:
-            return DECODE[name][size]
-    return PREFILL[name]
+    few, many = (SUMS_DECODE, SUMS) if sums else (DECODE, PREFILL)
+    return next((few[name][size] for size in FEW_TOKENS if tokens <= size), many[name])
 
 
 def grouped_candidates(capability: int, native: bool, pairs: int, experts: int, sums: bool = False) -> tuple[Tile, ...]:
@@ -186,12 +179,12 @@ def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int, sums: bool
     """How many programs share one output tile: enough to occupy the processors, a power of two.
 
     Bounded so that each keeps four steps of K, and so that the FP32 partial sums (8 bytes each to write and read)
-    stay below the bytes of the weight they save time on. From sums it is steps of the tensor core that are saved; each
-    keeps eight of them, and as programs do not exceed the processors, partial sums stay in the L2 cache.
+    stay below the bytes of the weight they save time on. With many tokens from sums it is steps of the tensor core that
+    are saved; each keeps eight of them, and as programs do not exceed the processors, partial sums stay in the L2 cache.
     """
     programs = math.ceil(n / tile.weights) * math.ceil(tokens / tile.tokens)
     limit = processors // max(programs, 1)
-    if sums:
+    if sums and tokens > FEW_TOKENS[-1]:
         limit = min(limit, k // (8 * tile.k))
     else:
         limit = min(limit, k // (4 * tile.k), int(k * 0.5625 / (8 * tokens)))

@@ -4,7 +4,7 @@
 
 x, r, w are E2M1 codes times E4M3 block scales, exact in FP16 and in the tensor core; sums are FP32. See
 `quads_kernels.gemm_loop` for the K loop, `quads_kernels.gemm_decode` for few tokens, and `quads_kernels.gemm_sums` for
-many tokens whose residual is in a sum. `w4a4_gemm` picks the form.
+activations whose residual is in a sum. `w4a4_gemm` picks the form.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Dense W4A4 product from FP16 sums of activation and residual: emulated, many tokens, weights on the M side.
+"""Dense W4A4 product from FP16 sums of activation and residual: emulated, weights on the M side.
 
     y[m, n] = g[m] * gw * sum_k s[m, k] w[n, k] + bias[n]        s = x, or x + r where the residual is kept
 
@@ -62,7 +62,7 @@ def w4a4_sums_kernel(
         k_begin, k_end = 0, K
     acc = tl.zeros((TN, TM), tl.float32)
     acc = accumulate_sums(
-        acc, s_ptr, tl.minimum(m, M - 1).to(tl.int64), w_ptr, ws_ptr, weight_rows(n, N, TN),
+        acc, s_ptr, tl.minimum(m, M - 1).to(tl.int64), m_ok, w_ptr, ws_ptr, weight_rows(n, N, TN),
         k_begin, k_end, K, TM, TN, BK, WARPS, HW, E4M3,
     )  # fmt: skip
     out = tl.trans(acc)

@@ -5,6 +5,9 @@ import triton.language as tl
 
 from quads_kernels.gemm_sums_tile import weights_f16
 
+SPARSE = tl.constexpr(32)
+"""Tiles of so few tokens are mostly empty while decoding, and read only rows that are there."""
+
 
 @triton.jit
 def weight_rows(n, N: tl.constexpr, TN: tl.constexpr):
@@ -19,6 +22,7 @@ def accumulate_sums(
     acc,
     x_ptr,
     x_rows,
+    x_ok,
     w_ptr,
     ws_ptr,
     w_rows,
@@ -35,8 +39,10 @@ def accumulate_sums(
     """acc + W x^T over k_begin <= k < k_end, a multiple of BK each, or K: FP32 [TN, TM], times 1 / SUMS_EPILOGUE_SCALE.
 
     x: FP16, rows of K in the order of sums. w, ws: bytes, rows of K/16 blocks. x_rows, w_rows: int64 [TM] and [TN],
-    rows that exist: what is beside the matrix is multiplied like a row in it, and not stored.
+    rows that exist: what is beside the matrix is multiplied like a row in it, and not stored. x_ok: bool [TM], whether a
+    row is wanted; up to SPARSE rows a tile reads only those.
     """
+    ALL_ROWS: tl.constexpr = TM > SPARSE
     PAIRS: tl.constexpr = K // 32 * 32
     MASK: tl.constexpr = PAIRS % BK != 0
     # As in `gemm_loop`: scales that cannot be copied asynchronously are loaded a step ahead.
@@ -52,10 +58,14 @@ def accumulate_sums(
     for k0 in range(k_begin, min(k_end, PAIRS), BK):
         if MASK:
             w = tl.load(w_at, mask=(words < (PAIRS - k0) // 8)[None, :], other=0)
-            x = tl.load(x_at, mask=(columns < PAIRS - k0)[None, :], other=0.0)
         else:
             w = tl.load(w_at)
+        if MASK:
+            x = tl.load(x_at, mask=(columns < PAIRS - k0)[None, :] & (x_ok | ALL_ROWS)[:, None], other=0.0)
+        elif ALL_ROWS:
             x = tl.load(x_at)
+        else:
+            x = tl.load(x_at, mask=x_ok[:, None], other=0.0)
         if AHEAD:
             ws_at += BK // 16
             ahead = tl.load(ws_at, mask=(blocks < (PAIRS - k0 - BK) // 16)[None, :], other=0)

@@ -4,7 +4,7 @@
 `emulated` expands codes to FP16 in registers, exactly, and uses an FP16 product with an FP32 accumulator. It reads
 codes as 32-bit words of eight and takes two of them per integer operation; the product runs over four interleaved
 quarters of the tile, which permutes K alike on both sides and so changes only the order of the sum.
-`quads_kernels.gemm_sums` has the emulated form for many tokens.
+`quads_kernels.gemm_sums` has the emulated form with one product.
 
 HW: as in `quads_kernels.rounding`; here it says that inline assembly can be used.
 """

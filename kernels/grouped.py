@@ -93,7 +93,7 @@ def w4a4_grouped_kernel(
     if SUMS:
         x_rows = tl.where(row_ok, source, 0).to(tl.int64)
         acc = accumulate_sums(
-            acc, x_ptr, x_rows, w_ptr, ws_ptr, weight_rows(n, N, TN), 0, K, K, TM, TN, BK, WARPS, HW, E4M3,
+            acc, x_ptr, x_rows, row_ok, w_ptr, ws_ptr, weight_rows(n, N, TN), 0, K, K, TM, TN, BK, WARPS, HW, E4M3,
         )  # fmt: skip
         SCALE: tl.constexpr = SUMS_EPILOGUE_SCALE
     else:

@@ -24,8 +24,8 @@ PLAN = {"members_ptr": "*i32", "offsets_ptr": "*i32", "block_expert_ptr": "*i32"
 def variants(capability: int) -> list[Variant]:
     """What runs on a device of this compute capability: native where it can be, emulated elsewhere.
 
-    Every tile with residual; without it, which needs fewer registers, only the first and the last. Emulated, many
-    tokens: from sums, which is the choice there, and from codes, which is exact.
+    Every tile with residual; without it, which needs fewer registers, only the first and the last. Emulated: from sums,
+    which is the choice there, and from codes, which is exact.
     """
     native = capability >= 100
     found = [*_dense(capability, native), *_grouped(capability, native), *_helpers(native)]
@@ -38,10 +38,11 @@ def variants(capability: int) -> list[Variant]:
 
 
 def _from_sums(capability: int) -> list[Variant]:
-    tiles, e4m3 = configs.dense_candidates(capability, False, 4096, sums=True), capability >= 89
+    few, many, e4m3 = _few(capability, False, sums=True), _many(capability, False, sums=True), capability >= 89
+    tiles = dict.fromkeys(few + many)  # some are in both
     found = [make(tile, e4m3) for tile in tiles for make in (_sums, _sums_in, _sums_out)]
-    found += [_sums(tiles[0], e4m3, k=2880, gw_per_row=True), _sums(tiles[0], e4m3, k=176)]
-    return [*found, _sums(tiles[-1], e4m3, k=4096, share=1024)]
+    found += [_sums(many[0], e4m3, k=2880, gw_per_row=True), _sums(many[0], e4m3, k=176), _sums(few[0], e4m3, k=2880)]
+    return found + [_sums(tile, e4m3, k=4096, share=1024) for tile in (few[0], many[-1])]
 
 
 def _dense(capability: int, native: bool) -> list[Variant]:
@@ -61,12 +62,12 @@ def _grouped(capability: int, native: bool) -> list[Variant]:
     return found + [_experts_in(tile, True, native) for tile in tiles] + [_experts_out(tile, native) for tile in tiles]
 
 
-def _few(capability: int, native: bool) -> list[Tile]:
-    return [tile for size in configs.FEW_TOKENS for tile in configs.dense_candidates(capability, native, size)]
+def _few(capability: int, native: bool, sums: bool = False) -> list[Tile]:
+    return [tile for size in configs.FEW_TOKENS for tile in configs.dense_candidates(capability, native, size, sums)]
 
 
-def _many(capability: int, native: bool) -> list[Tile]:
-    return list(configs.dense_candidates(capability, native, 4096))
+def _many(capability: int, native: bool, sums: bool = False) -> list[Tile]:
+    return list(configs.dense_candidates(capability, native, 4096, sums))
 
 
 def _name(kind: str, tile: Tile, residual: bool | None, native: bool, note: str = "") -> str:

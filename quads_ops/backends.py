@@ -155,21 +155,12 @@ def _best(op, device, dtype, k, token_mask) -> tuple[str, str]:
 
 
 def sums_residual(
-    backend: str,
-    device: torch.device,
-    rows: int,
-    experts: int,
-    out_dtype: torch.dtype,
-    demanded: bool | None = None,
+    backend: str, device: torch.device, out_dtype: torch.dtype, demanded: bool | None = None
 ) -> bool:
     """Whether a product adds activation and residual in FP16 and multiplies once, instead of multiplying twice.
 
-    Chosen for backend emulated with more tokens than decoding has (`quads_kernels.configs.few_tokens`), where the
-    tensor core is what a product waits for, and 16-bit output. A sum is rounded by at most 2^-11 of itself; BF16 output
-    is rounded by up to 2^-8. FP32 output, fewer tokens and QUADS_EXACT_RESIDUAL=1 get the exact form, two products.
-
-    rows: tokens, or (token, expert) pairs, of which each of `experts` experts has its average. demanded: not None
-    decides.
+    Chosen for backend emulated and 16-bit output: a sum is rounded by at most 2^-11 of itself, BF16 output by up to
+    2^-8. FP32 output and QUADS_EXACT_RESIDUAL=1 get the exact form, two products. demanded: not None decides.
     Raises ValueError where it is demanded of another backend, and on a QUADS_EXACT_RESIDUAL other than 0 or 1.
     """
     if demanded and backend != "emulated":
@@ -182,38 +173,21 @@ def sums_residual(
     exact = os.environ.get(EXACT_RESIDUAL, "0")
     if exact not in ("", "0", "1"):
         raise ValueError(f"{EXACT_RESIDUAL}={exact!r}; set it to 1 (multiply residuals apart), or leave it out")
-    if exact == "1" or out_dtype == torch.float32 or _few(rows, experts):
+    if exact == "1" or out_dtype == torch.float32:
         return False
-    from quads_kernels import configs
-
-    way = f"added in FP16 before one product above {configs.FEW_TOKENS[-1]} tokens"
-    _say("residual", device, f"{way} ({EXACT_RESIDUAL}=1: two products)")
+    _say("residual", device, f"added in FP16 before one product ({EXACT_RESIDUAL}=1: two products)")
     return True
 
 
 def takes_sums(
-    backend: str,
-    device: torch.device,
-    rows: int,
-    experts: int,
-    residual: bool,
-    out_dtype: torch.dtype,
-    demanded: bool | None = None,
+    backend: str, device: torch.device, residual: bool, out_dtype: torch.dtype, demanded: bool | None = None
 ) -> bool:
     """Whether a product takes activations as FP16 sums (`quads_kernels.gemm_sums`) instead of codes.
 
-    With a residual as `sums_residual` says. Without one, sums are exact: many tokens on backend emulated.
-    Arguments and errors as for `sums_residual`.
+    With a residual as `sums_residual` says, arguments and errors too. Without one on backend emulated: sums of one term,
+    which are exact.
     """
-    if residual:
-        return sums_residual(backend, device, rows, experts, out_dtype, demanded)
-    return backend == "emulated" and not _few(rows, experts)
-
-
-def _few(rows: int, experts: int) -> bool:
-    from quads_kernels import configs
-
-    return configs.few_tokens(configs.rows_per_expert(rows, experts))
+    return sums_residual(backend, device, out_dtype, demanded) if residual else backend == "emulated"
 
 
 def describe(device: torch.device | str) -> str:

@@ -6,7 +6,7 @@
 Both are registered as `quads::w4a4_linear` and `quads::w4a4_moe` (torch.library), so torch.compile and vLLM's graphs
 see one operator each. The backend (`quads_ops.dispatch`) is "torch" (any device, the definition), "emulated" (Triton,
 FP16 tensor cores) or "native" (Triton, NVFP4 tensor cores); they agree but for the order of sums, and but for the
-residual of many tokens on "emulated" (`quads_ops.backends.sums_residual`). See `quads_kernels.gemm`,
+rounding of a residual's sum on "emulated" (`quads_ops.backends.sums_residual`). See `quads_kernels.gemm`,
 `quads_kernels.gemm_sums`, `quads_kernels.moe`, docs/kernels.md.
 """
 
@@ -144,7 +144,7 @@ def _linear(
 ) -> torch.Tensor:
     weight = PackedWeight(packed, block_scales, global_scale_dec)
     # Chosen here, where sizes are plain numbers: as an argument it would make torch.compile trace two graphs.
-    sums = dispatch.takes_sums(backend, x.device, x.shape[0], 1, kept > 0, out_dtype, sum_residual)
+    sums = dispatch.takes_sums(backend, x.device, kept > 0, out_dtype, sum_residual)
     if backend == "torch":
         return linear_reference(x, weight, ResidualForm(kept, order, keep), bias, stats, out_dtype)
     from quads_kernels.gemm import w4a4_gemm
@@ -182,14 +182,10 @@ def _moe(
     sum_residual: bool | None,
     backend: str,
 ) -> torch.Tensor:
-    from quads_kernels import configs
-
     _check_ids(topk_ids, len(packed13), expert_map)
     w13 = PackedWeight(packed13, block_scales13, global_scale_dec13)
     w2 = PackedWeight(packed2, block_scales2, global_scale_dec2)
-    pairs = configs.local_pairs(topk_ids.numel(), len(packed13), None if expert_map is None else len(expert_map))
-    residual = kept13 + kept2 > 0
-    sums = dispatch.takes_sums(backend, x.device, pairs, len(packed13), residual, out_dtype, sum_residual)
+    sums = dispatch.takes_sums(backend, x.device, kept13 + kept2 > 0, out_dtype, sum_residual)
     if backend == "torch":
         return moe_reference.moe(
             x, w13, w2, topk_weights, topk_ids, expert_map, ResidualForm(kept13, order13, keep13), stats13,

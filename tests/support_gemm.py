@@ -24,14 +24,17 @@ cores do in practice grows like its square root (seen here: 6e-8). The epilogue 
 """
 
 FORMS = ("few tokens", "many tokens")
-"""From codes. From sums is a third one, which rounds: the tests take it apart."""
+"""From codes."""
+SUMS = ("few sums", "many sums")
+"""From FP16 sums, which round: the tests take that apart."""
 
 
 def tile(form: str, native: bool) -> configs.Tile:
-    """A tile of this form ("sums", too) that runs where the tests run."""
-    tokens, sums = 16 if form == "few tokens" else 4096, form == "sums"
+    """A tile of this form that runs where the tests run."""
+    tokens, sums = 16 if form.startswith("few") else 4096, form in SUMS
     if DEVICE == "cpu":
-        return configs.INTERPRETER._replace(weights_on_m=form != "many tokens")
+        size = 16 if form == "few sums" else configs.INTERPRETER.tokens
+        return configs.INTERPRETER._replace(tokens=size, weights_on_m=form != "many tokens")
     major, minor = torch.cuda.get_device_capability()
     return configs.dense_candidates(10 * major + minor, native, tokens, sums)[0]
 
@@ -65,8 +68,8 @@ def quantized(x: torch.Tensor, kept: int) -> Activations:
 
 
 def in_form(a: Activations, form: str) -> Activations:
-    """As codes, or for form "sums" as FP16 sums; `values` are those of the sums, as they were rounded."""
-    if form != "sums":
+    """As codes, or for a form of SUMS as FP16 sums; `values` are those of the sums, as they were rounded."""
+    if form not in SUMS:
         return a
     rows = Quantized(*(None if part is None else part.cpu() for part in a.rows))
     sums = packed_activation.sums(PackedActivation(rows.global_scale_dec, *rows[2:6]))

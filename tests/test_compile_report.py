@@ -105,7 +105,7 @@ def test_a_number_of_tokens_compiles_nothing_anew(report):
 def test_every_tile_of_the_tables_is_compiled():
     for capability, native in [(80, False), (90, False), (100, True), (103, True), (120, True)]:
         names = " ".join(variant.name for variant in variants_gemm.variants(capability))
-        sizes = [(tokens, native, False) for tokens in (*configs.FEW_TOKENS, 4096)] + [(4096, False, True)]
+        sizes = [(tokens, *form) for tokens in (*configs.FEW_TOKENS, 4096) for form in ((native, False), (False, True))]
         for tokens, native_here, sums in sizes:
             for tile in configs.dense_candidates(capability, native_here, tokens, sums):
                 assert f"{tile.tokens}x{tile.weights}x{tile.k}, {tile.warps} warps, {tile.stages} stages" in names
@@ -131,6 +131,8 @@ def test_real_variants_become_what_they_claim(report, target, name, instruction)
     [
         (90, "experts gate|up | emulated | residual | 128x256x64, 8 warps, 3 stages"),
         (90, "dense | emulated | sums | 128x256x64, 8 warps, 4 stages, weights on M"),
+        (90, "dense | emulated | sums | 16x128x128, 4 warps, 4 stages, weights on M"),
+        (90, "experts down | emulated | sums | 16x64x256, 4 warps, 4 stages, weights on M"),
         (100, "experts down | native | residual | 128x128x256, 8 warps, 3 stages"),
         (120, "dense | native | residual | 128x64x128, 8 warps, 3 stages"),
     ],
@@ -148,7 +150,7 @@ def test_no_step_of_k_waits_for_a_load_of_its_own(report, target, name):
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts gate|up", "experts down"])
-@pytest.mark.parametrize("tile", configs.SUMS["emulated"], ids=lambda tile: f"{tile.weights} weights")
+@pytest.mark.parametrize("tile", variants_gemm._few(90, False, True) + variants_gemm._many(90, False, True), ids=str)
 def test_a_product_from_sums_overlaps_with_the_next_dequantization(report, kind, tile):
     """On Hopper, in the K loop: nothing is stored to shared memory, so the weight stays in registers, and every wait
     leaves a product running."""

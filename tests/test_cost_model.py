@@ -58,7 +58,7 @@ def test_compensation_reads_no_weight_twice(cost):
 
 @pytest.mark.parametrize("tokens", [64, 256, 4096])
 def test_operations_follow_the_ratio(cost, tokens):
-    """Half as much again at ratio 0.5, but nothing where emulated products add the residual first."""
+    """Half as much again at ratio 0.5, but nothing where products add the residual first."""
 
     def more(device, which):
         half, plain = (
@@ -70,9 +70,7 @@ def test_operations_follow_the_ratio(cost, tokens):
     for which in ("q|k|v", "experts down"):
         assert more(cost.B200, which) == pytest.approx(0.5)
         assert more(cost.H200_EXACT, which) == pytest.approx(0.5)
-        # 256 tokens are 16 for each expert.
-        added_first = tokens > 64 if which == "q|k|v" else tokens * 8 / 128 > 64
-        assert more(cost.H200, which) == pytest.approx(0.0 if added_first else 0.5)
+        assert more(cost.H200, which) == pytest.approx(0.0)
 
 
 def test_a_launch_takes_its_slowest_resource(cost):
@@ -83,10 +81,11 @@ def test_a_launch_takes_its_slowest_resource(cost):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_goals_at_decode_on_blackwell(cost, ratio):
+def test_goals_at_decode(cost, ratio):
     """The goal of the kernels: at most 5% at ratio 0.5 and 9% at ratio 1, up to 64 tokens."""
-    for tokens in (1, 16, 64):
-        assert 0 <= cost.overhead(cost.Model(), cost.B200, tokens, ratio) <= cost.LIMITS[ratio]
+    for device in (cost.B200, cost.H200):
+        for tokens in (1, 16, 64):
+            assert 0 <= cost.overhead(cost.Model(), device, tokens, ratio) <= cost.LIMITS[ratio]
 
 
 def test_the_report_says_where_the_goal_is_missed(cost):

@@ -136,66 +136,48 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("backend", "rows", "experts", "out_dtype", "summed"),
+    ("backend", "out_dtype", "summed"),
     [
-        ("emulated", 64, 1, BF16, False),  # decoding
-        ("emulated", 65, 1, BF16, True),
-        ("emulated", 4096, 1, torch.float16, True),
-        ("emulated", 4096, 1, torch.float32, False),  # asks for more than a sum in FP16 has
-        ("native", 4096, 1, BF16, False),  # multiplies codes, not numbers
-        ("torch", 4096, 1, BF16, False),
-        ("emulated", 64 * 128, 128, BF16, False),  # 64 rows for each expert
-        ("emulated", 64 * 128 + 1, 128, BF16, True),
-        ("emulated", 8, 128, BF16, False),
+        ("emulated", BF16, True),
+        ("emulated", torch.float16, True),
+        ("emulated", torch.float32, False),  # asks for more than a sum in FP16 has
+        ("native", BF16, False),  # multiplies codes, not numbers
+        ("torch", BF16, False),
     ],
 )
-def test_the_residual_of_many_tokens_is_added_in_fp16(backend, rows, experts, out_dtype, summed, capsys):
+def test_the_residual_is_added_in_fp16(backend, out_dtype, summed, capsys):
     for _ in range(2):
-        assert dispatch.sums_residual(backend, HOPPER, rows, experts, out_dtype) is summed
-    said = "quads: residual on cuda:0: added in FP16 before one product above 64 tokens"
+        assert dispatch.sums_residual(backend, HOPPER, out_dtype) is summed
+    said = "quads: residual on cuda:0: added in FP16 before one product"
     assert capsys.readouterr().err.count(said) == int(summed)
 
 
-def test_the_limit_is_where_tiles_change_sides():
-    """Up to there weights are on the M side (decoding); so one size has one tile and one form."""
-    for tokens in range(1, 200):
-        tiles = configs.dense_candidates(90, False, tokens)
-        assert {not tile.weights_on_m for tile in tiles} == {
-            dispatch.sums_residual("emulated", HOPPER, tokens, 1, BF16)
-        }
-    for tokens in (1, 64, 1024, 1025, 4096):
-        tile = configs.choose_grouped(90, False, tokens * 8, 128, 1536, 2048)
-        assert (not tile.weights_on_m) == dispatch.sums_residual("emulated", HOPPER, tokens * 8, 128, BF16)
-
-
-@pytest.mark.parametrize(("tokens", "sums"), [(64, False), (65, True)])
-def test_without_a_residual_many_tokens_are_sums_of_one_term(tokens, sums, monkeypatch):
+def test_without_a_residual_activations_are_sums_of_one_term(monkeypatch):
     """They are exact, so no output and no demand for the exact residual stands against them."""
     monkeypatch.setenv("QUADS_EXACT_RESIDUAL", "1")
     for dtype in (BF16, torch.float32):
-        assert dispatch.takes_sums("emulated", HOPPER, tokens, 1, False, dtype, False) is sums
-        assert not dispatch.takes_sums("emulated", HOPPER, tokens, 1, True, dtype)
-        assert not dispatch.takes_sums("native", HOPPER, tokens, 1, False, dtype)
+        assert dispatch.takes_sums("emulated", HOPPER, False, dtype, False)
+        assert not dispatch.takes_sums("emulated", HOPPER, True, dtype)
+        assert not dispatch.takes_sums("native", HOPPER, False, dtype)
     monkeypatch.delenv("QUADS_EXACT_RESIDUAL")
-    assert dispatch.takes_sums("emulated", HOPPER, tokens, 1, True, BF16) is sums
+    assert dispatch.takes_sums("emulated", HOPPER, True, BF16)
 
 
 def test_the_exact_residual_can_be_demanded(monkeypatch):
-    many = ("emulated", HOPPER, 4096, 1, BF16)
-    assert not dispatch.sums_residual(*many, demanded=False)
-    assert dispatch.sums_residual("emulated", HOPPER, 1, 1, torch.float32, demanded=True)
+    assert not dispatch.sums_residual("emulated", HOPPER, BF16, demanded=False)
+    assert dispatch.sums_residual("emulated", HOPPER, torch.float32, demanded=True)
     for value, summed in (("1", False), ("0", True), ("", True)):
         monkeypatch.setenv("QUADS_EXACT_RESIDUAL", value)
-        assert dispatch.sums_residual(*many) is summed
+        assert dispatch.sums_residual("emulated", HOPPER, BF16) is summed
     monkeypatch.setenv("QUADS_EXACT_RESIDUAL", "yes")
     with pytest.raises(ValueError, match="QUADS_EXACT_RESIDUAL='yes'; set it to 1"):
-        dispatch.sums_residual(*many)
+        dispatch.sums_residual("emulated", HOPPER, BF16)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_a_sum_is_not_demanded_of_other_backends(backend):
     with pytest.raises(ValueError, match=f"only backend emulated does; this product runs on '{backend}'"):
-        dispatch.sums_residual(backend, HOPPER, 4096, 1, BF16, demanded=True)
+        dispatch.sums_residual(backend, HOPPER, BF16, demanded=True)
 
 
 def weight_and_scale(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

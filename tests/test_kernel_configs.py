@@ -29,7 +29,8 @@ def test_every_size_has_a_tile_that_its_tensor_core_can_use(capability, native, 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, *BLACKWELL])
 def test_tiles_for_sums_hold_whole_pairs_of_blocks(capability):
-    for tile in configs.dense_candidates(capability, False, 4096, sums=True):
+    sizes = (*configs.FEW_TOKENS, 4096)
+    for tile in (tile for size in sizes for tile in configs.dense_candidates(capability, False, size, sums=True)):
         assert tile.weights_on_m and tile.k % 32 == 0 and tile.tokens >= 16 and tile.weights >= 64
         # Fewer scales are loaded a step ahead, and take the weight through shared memory with them.
         assert capability != 90 or tile.weights * tile.k >= 2048 * tile.warps
@@ -42,6 +43,15 @@ def test_outputs_short_of_tiles_get_a_small_one():
     assert configs.choose_grouped(90, False, 4096 * 8, 128, 1536, 2048, 132, sums=True) == wide
     # Blocks of few rows leave less of the last one empty.
     assert configs.choose_grouped(90, False, 100 * 128, 128, 1536, 2048, 132, sums=True) == short
+
+
+def test_few_tokens_from_sums():
+    """Tiles of 64 weights where there are too few of 128, and K shared as from codes: what is saved is waiting."""
+    wide, narrow = configs.dense_candidates(90, False, 1, sums=True)
+    assert configs.choose_grouped(90, False, 16 * 8, 128, 1536, 2048, 132, sums=True) == wide
+    assert configs.choose_grouped(90, False, 8, 128, 1536, 2048, 132, sums=True) == narrow
+    assert configs.split_k(narrow, 1, 2048, 4096, 132, sums=True) == 4
+    assert configs.dense_candidates(90, False, 33, sums=True)[0].tokens == 64
 
 
 def test_few_tiles_of_sums_share_k():
