@@ -67,8 +67,8 @@ PREFILL = {
     "native_sm100": (Tile(128, 128, 256, 8, 3), Tile(128, 128, 128, 8, 4)),
     "native_sm120": (Tile(128, 64, 128, 8, 3), Tile(64, 128, 128, 8, 3)),
 }
-# From FP16 sums, few tokens: nothing of them is dequantized, so width saves little, and programs that run side by side on
-# a multiprocessor read ahead. Scales must be copied asynchronously, as below.
+# From FP16 sums, few tokens: nothing of them is dequantized, so width saves little, and programs that run side by side
+# on a multiprocessor read ahead. Scales must be copied asynchronously, as below.
 SUMS_DECODE = {
     "emulated_mma": _few((16, 128, 128, 4, 3), (32, 128, 128, 4, 3), (64, 128, 64, 8, 3)),
     "emulated": _few((16, 128, 128, 4, 4), (16, 64, 256, 4, 4), (32, 128, 128, 4, 4), (64, 128, 64, 4, 6)),
@@ -179,8 +179,9 @@ def split_k(tile: Tile, tokens: int, n: int, k: int, processors: int, sums: bool
     """How many programs share one output tile: enough to occupy the processors, a power of two.
 
     Bounded so that each keeps four steps of K, and so that the FP32 partial sums (8 bytes each to write and read)
-    stay below the bytes of the weight they save time on. With many tokens from sums it is steps of the tensor core that
-    are saved; each keeps eight of them, and as programs do not exceed the processors, partial sums stay in the L2 cache.
+    stay below the bytes of the weight they save time on. With many tokens from sums it is steps of the tensor core
+    that are saved; each keeps eight of them, and as programs do not exceed the processors, partial sums stay in the L2
+    cache.
     """
     programs = math.ceil(n / tile.weights) * math.ceil(tokens / tile.tokens)
     limit = processors // max(programs, 1)

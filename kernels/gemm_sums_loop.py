@@ -39,8 +39,8 @@ def accumulate_sums(
     """acc + W x^T over k_begin <= k < k_end, a multiple of BK each, or K: FP32 [TN, TM], times 1 / SUMS_EPILOGUE_SCALE.
 
     x: FP16, rows of K in the order of sums. w, ws: bytes, rows of K/16 blocks. x_rows, w_rows: int64 [TM] and [TN],
-    rows that exist: what is beside the matrix is multiplied like a row in it, and not stored. x_ok: bool [TM], whether a
-    row is wanted; up to SPARSE rows a tile reads only those.
+    rows that exist: what is beside the matrix is multiplied like a row in it, and not stored. x_ok: bool [TM],
+    whether a row is wanted; up to SPARSE rows a tile reads only those.
     """
     ALL_ROWS: tl.constexpr = TM > SPARSE
     PAIRS: tl.constexpr = K // 32 * 32

@@ -154,9 +154,7 @@ def _best(op, device, dtype, k, token_mask) -> tuple[str, str]:
     raise AssertionError("torch runs everywhere")
 
 
-def sums_residual(
-    backend: str, device: torch.device, out_dtype: torch.dtype, demanded: bool | None = None
-) -> bool:
+def sums_residual(backend: str, device: torch.device, out_dtype: torch.dtype, demanded: bool | None = None) -> bool:
     """Whether a product adds activation and residual in FP16 and multiplies once, instead of multiplying twice.
 
     Chosen for backend emulated and 16-bit output: a sum is rounded by at most 2^-11 of itself, BF16 output by up to
@@ -184,8 +182,8 @@ def takes_sums(
 ) -> bool:
     """Whether a product takes activations as FP16 sums (`quads_kernels.gemm_sums`) instead of codes.
 
-    With a residual as `sums_residual` says, arguments and errors too. Without one on backend emulated: sums of one term,
-    which are exact.
+    With a residual as `sums_residual` says, arguments and errors too. Without one on backend emulated: sums of one
+    term, which are exact.
     """
     return sums_residual(backend, device, out_dtype, demanded) if residual else backend == "emulated"
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quads_kernels import configs, launch
+from quads_kernels import launch
 from quads_ops import backends, cpu_qdq, custom_ops, dispatch, residual, weights
 from quads_ops.gemm import compensated_weight, w4a4_linear
 from quads_ops.packed_activation import ExpertRows

@@ -17,7 +17,8 @@ from quads_ops.residual import ResidualMask
 in_interpreter = support_interpreter.fixture()
 
 products = pytest.mark.parametrize(
-    ("form", "native"), [*((form, native) for form in FORMS for native in (False, True)), *((form, False) for form in SUMS)]
+    ("form", "native"),
+    [*((form, native) for form in FORMS for native in (False, True)), *((form, False) for form in SUMS)],
 )
 
 
