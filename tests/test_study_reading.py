@@ -242,6 +242,8 @@ def test_the_committed_studies_are_compared_without_a_word(tmp_path):
         (there / "results.json").write_bytes(file.read_bytes())
     lines = compare.write([tmp_path / file.parent.name for file in COMMITTED], tmp_path / "c")
     assert len(lines) > 20
+    # A copy of a report needs no study around it.
+    assert compare.write([file.parent for file in COMMITTED], tmp_path / "c") == lines
 
 
 def test_a_figure_without_a_number_has_no_gap():

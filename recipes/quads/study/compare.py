@@ -9,7 +9,7 @@ from pathlib import Path
 from quads_recipe.study.layout import Layout
 from quads_recipe.study.reading import StudyError, many, number, optional, read_object, record, table, text, whole
 
-TABLE = "compare.csv"
+TABLE, RESULTS = "compare.csv", "results.json"
 _CONTENTS = {
     "plan": record({"policy": text, "stress": many(text, 0), "steps": whole(1)}),
     "about": record({"outliers": optional(table(number))}),
@@ -21,7 +21,7 @@ _FIGURES = ("reward_first", "reward_last", "gain", "collapsed", "d_mean", "d_max
 def write(studies: Sequence[Path], out: Path) -> list[str]:
     """Writes compare.csv, a row per study and arm, into `out`; returns a table for the terminal.
 
-    Raises StudyError: a folder without a report, or with a broken one.
+    studies: folders of studies, or copies of their reports. Raises StudyError: a folder without a report, or with a broken one.
     """
     rows = [row for study in studies for row in rows_of(_results(study))]
     out.mkdir(parents=True, exist_ok=True)
@@ -33,10 +33,12 @@ def write(studies: Sequence[Path], out: Path) -> list[str]:
 
 
 def _results(study: Path) -> dict:
-    file = Layout(study).report / "results.json"
-    if not file.exists():
-        raise StudyError(f"--compare: {study} has no report/results.json; run or report that study first")
+    file = next((f for f in (Layout(study).report / RESULTS, study / RESULTS) if f.exists()), None)
+    if file is None:
+        raise StudyError(f"--compare: {study} has no report/{RESULTS} and no {RESULTS}; run or report that study first")
     remedy = f"write it again: quads study --report --out {study}"
+    if file.parent == study:
+        remedy = "copy the report of its study again"
     return read_object(file, remedy, _CONTENTS)
 
 
