@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1); each needs a core and about 7 GiB")
     p.add_argument("--dry-run", action="store_true", help="show the plan and what it would cost, start nothing")
     p.add_argument("--report", action="store_true", help="only write the report again, of what the folder holds")
-    p.add_argument("--compare", type=Path, nargs="+", metavar="STUDY", help="only compare these folders of studies or reports")
+    p.add_argument(
+        "--compare", type=Path, nargs="+", metavar="STUDY", help="only compare these folders of studies or reports"
+    )
     return p
 
 

@@ -21,7 +21,8 @@ _FIGURES = ("reward_first", "reward_last", "gain", "collapsed", "d_mean", "d_max
 def write(studies: Sequence[Path], out: Path) -> list[str]:
     """Writes compare.csv, a row per study and arm, into `out`; returns a table for the terminal.
 
-    studies: folders of studies, or copies of their reports. Raises StudyError: a folder without a report, or with a broken one.
+    studies: folders of studies, or copies of their reports.
+    Raises StudyError: a folder without a report, or with a broken one.
     """
     rows = [row for study in studies for row in rows_of(_results(study))]
     out.mkdir(parents=True, exist_ok=True)
