@@ -2,10 +2,10 @@
 
 import pandas
 import pytest
-from support_preflight import MODEL, ROLLOUT, ROW, changed, compose_config, of, save_data, save_inputs
+from support_preflight import MODEL, ROLLOUT, ROW, changed, compose_config, of, overridden, save_data, save_inputs
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe import preflight, preflight_ray
+from quads_recipe import derive, preflight, preflight_ray
 
 FSDP = "actor_rollout_ref.actor.fsdp_config."
 KWARGS = ROLLOUT + "engine_kwargs.vllm."
@@ -179,3 +179,12 @@ def test_data_that_verl_has_no_reward_for(config, tmp_path):
     with pytest.raises(SettingsError, match="no reward for data_source 'chain_sum'; set reward.custom_reward"):
         check(own)
     check(changed(own, **of("reward.custom_reward_function.", path=__file__, name="check")))
+
+
+@pytest.mark.parametrize(
+    "name", ["data.train_files", MODEL + "path", MODEL + "hf_config_path", MODEL + "tokenizer_path"]
+)
+def test_a_home_of_nobody(config, name):
+    with pytest.raises(SettingsError, match=f"{name} = '~nosuchuser/x': there is no such user") as error:
+        derive.prepare(overridden(config, f"{name}='~nosuchuser/x'"))
+    assert error.value.name == name

@@ -191,11 +191,12 @@ def test_other_outliers_make_a_policy_once(tmp_path, monkeypatch):
     monkeypatch.setattr(policy, "policy_dir", lambda name: shipped / name)
 
     study = tmp_path / "study"
-    assert policy.resolve("outlier", {}, study, print) == shipped / "outlier"
-    assert policy.resolve("outlier", {"strength": 16.0}, study, print) == shipped / "outlier" and not made
-    for _ in range(2):
-        assert policy.resolve("outlier", {"strength": 64.0}, study, print) == study / "policy"
+    assert policy.find("outlier", {}, study) == shipped / "outlier"
+    assert policy.find("outlier", {"strength": 16.0}, study) == shipped / "outlier"
+    assert policy.find("outlier", {"strength": 64.0}, study) is None and not made and not study.exists()
+    assert policy.make(study, {"strength": 64.0}, print) == study / "policy"
+    assert policy.find("outlier", {"strength": 64.0}, study) == study / "policy"
     assert made == [("outlier", 64.0, 4, True)]
     assert policy.outliers_of(shipped / "natural") is None
     with pytest.raises(StudyError, match="use --policy outlier"):
-        policy.resolve("natural", {"strength": 64.0}, study, print)
+        policy.find("natural", {"strength": 64.0}, study)

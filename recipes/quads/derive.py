@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import nn
 
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_recipe import (
@@ -20,7 +21,7 @@ from quads_recipe import (
     run_id,
     scratch,
 )
-from quads_recipe.preflight_values import MODEL
+from quads_recipe.preflight_values import ACTOR, MODEL, dtype_name, local_path
 
 ENGINE_LIB = "quads_recipe.engine"
 ENGINE_CONFIG = "quads_recipe.engine_config.QuadsFSDPEngineConfig"
@@ -38,10 +39,7 @@ def prepare(config: DictConfig) -> list[str]:
         quads_ops.settings.SettingsError: a wrong setting.
         quads_ops.compat.UnsupportedVersion: a package version that was not tried.
     """
-    block = OmegaConf.select(config, "quads")
-    if not isinstance(block, DictConfig):
-        raise SettingsError("quads", block, "must be a mapping (configs/quads_base.yaml); arm bf16 quantizes nothing")
-    settings = QuadsSettings.from_dict(OmegaConf.to_container(block, resolve=True))
+    settings = settings_of(config)
     preflight.check_environment(config)
     lines = _describe(settings) + preflight.check_config(config, settings) + _check_model(config, settings)
     preflight_ray.check(config)
@@ -51,16 +49,49 @@ def prepare(config: DictConfig) -> list[str]:
     return lines
 
 
+def settings_of(config: DictConfig) -> QuadsSettings:
+    """The `quads:` block. Raises SettingsError."""
+    block = OmegaConf.select(config, "quads")
+    if not isinstance(block, DictConfig):
+        raise SettingsError("quads", block, "must be a mapping (configs/quads_base.yaml); arm bf16 quantizes nothing")
+    return QuadsSettings.from_dict(OmegaConf.to_container(block, resolve=True))
+
+
 def _check_model(config: DictConfig, settings: QuadsSettings) -> list[str]:
     model = preflight_model.build(config)
+    return check_matrices(config, settings, model) + check_folder(config, model)
+
+
+def check_matrices(config: DictConfig, settings: QuadsSettings, model: nn.Module) -> list[str]:
+    """The model with an arm: its kind and shapes, and what is quantized; lines for the terminal.
+
+    model: of `preflight_model.build`.
+
+    Raises:
+        quads_ops.settings.SettingsError.
+    """
     preflight_model.check_kind(config, settings, model)
     preflight_model.check_both_sides(config, model)
     preflight_rollout.check_positions(config, getattr(model.config.get_text_config(), "max_position_embeddings", None))
-    lines = preflight_model.check(config, settings, model)
+    return preflight_model.check(config, settings, model)
+
+
+def check_folder(config: DictConfig, model: nn.Module, *, finite: bool = False) -> list[str]:
+    """The model's folder: its tokenizer, and the headers of its weights; lines for the terminal.
+
+    model: of `preflight_model.build`; its parameters are replaced.
+    finite: read all weights, and refuse what is NaN or infinite in the dtype that the actor computes in. Without, the
+    first weight sync looks for them (`weight_finite`).
+
+    Raises:
+        quads_ops.settings.SettingsError.
+    """
     preflight_tokenizer.check(config)
-    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    folder = local_path(MODEL + "path", config.actor_rollout_ref.model.path)
     fewer = "num_hidden_layers" in preflight_model.overrides_of_actor(config)
-    return lines + preflight_weights.check(MODEL + "path", folder, model, fewer_layers=fewer)
+    compute = dtype_name(config, ACTOR + "fsdp_config.mixed_precision.param_dtype", "bf16")
+    finite_in = getattr(torch, compute, torch.float32) if finite else None
+    return preflight_weights.check(MODEL + "path", folder, model, fewer_layers=fewer, finite_in=finite_in)
 
 
 def _describe(settings: QuadsSettings) -> list[str]:

@@ -35,11 +35,15 @@ def policy_dir(policy: str) -> Path:
 def given_folder(text: str | Path) -> Path:
     """The folder that an option names, which need not be there; for argparse's `type=` as well.
 
-    Raises argparse.ArgumentTypeError: it is empty, which Path would take for the current folder, or is a file.
+    Raises argparse.ArgumentTypeError: it is empty, which Path would take for the current folder, is a file, or begins
+    with a `~` that stands for nobody's folder.
     """
     if not str(text).strip():
         raise argparse.ArgumentTypeError(f"{str(text)!r} names no folder; give one")
-    folder = Path(text).expanduser()
+    try:
+        folder = Path(text).expanduser()
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text}: there is no such user; write out what ~ stands for") from None
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(f"{folder} is a file; give a folder")
     return folder

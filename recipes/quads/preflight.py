@@ -78,8 +78,11 @@ def check_environment(config: DictConfig) -> None:
         )
 
 
-def check_config(config: DictConfig, settings: QuadsSettings) -> list[str]:
-    """Everything in the config that QUADS can't work with; lines for the terminal."""
+def check_config(config: DictConfig, settings: QuadsSettings, *, data: bool = True) -> list[str]:
+    """Everything in the config that QUADS can't work with; lines for the terminal.
+
+    data: the data files are there already, and are checked too.
+    """
     for name, (allowed, remedy) in _REQUIRED.items():
         expect(config, name, allowed, remedy)
     for name in ("lora_rank", "lora.rank"):
@@ -95,7 +98,8 @@ def check_config(config: DictConfig, settings: QuadsSettings) -> list[str]:
     lines = preflight_training.check(config)
     preflight_attention.check(config)
     preflight_code.check(config)
-    preflight_data.check(config)
+    if data:
+        preflight_data.check(config)
     return preflight_rollout.check_master_dtype(config) + lines
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from quads_ops.settings import SettingsError
-from quads_recipe.preflight_values import ROLLOUT, select
+from quads_recipe.preflight_values import ROLLOUT, local_path, select
 
 # What these managers of verl read of every row before they call a reward function, the user's own included.
 _MANAGERS = ("naive", "dapo")
@@ -19,20 +19,34 @@ _OWN_REWARD = ("reward.custom_reward_function", "custom_reward_function")
 _AGENTS = ("single_turn_agent", "tool_agent")
 
 
-def check(config: DictConfig) -> None:
-    """Raises SettingsError."""
+TRAIN, HELDOUT = "data.train_files", "data.val_files"
+
+
+def check(config: DictConfig) -> int:
+    """Returns the rows for training; sys.maxsize or more where not all can be counted. Raises SettingsError."""
+    rows, batch = check_files(config, TRAIN), config.data.train_batch_size
+    if rows < batch:
+        few = f"holds {rows} rows, which is no batch; lower data.train_batch_size ({batch})"
+        raise SettingsError(TRAIN, select(config, TRAIN), few)
+    check_files(config, HELDOUT)
+    return rows
+
+
+def check_files(config: DictConfig, name: str) -> int:
+    """The files that the setting `name` holds. Returns their rows; sys.maxsize or more where not all can be counted.
+
+    Raises:
+        SettingsError.
+    """
     needed = _needed_columns(config)
     scored = "data_source" in needed and not any(select(config, f"{own}.path") for own in _OWN_REWARD)
-    for name in ("data.train_files", "data.val_files"):
-        value = select(config, name)
-        files = value if isinstance(value, list) else [value]
-        if not files or not all(isinstance(file, str) and file for file in files):
-            raise SettingsError(name, value, "no file; give a verl parquet, or a list of them")
-        local = [Path(file).expanduser() for file in files if "://" not in file]
-        rows = sum(_check_file(name, file, needed, scored) for file in local)
-        if name == "data.train_files" and len(local) == len(files) and rows < config.data.train_batch_size:
-            few = f"holds {rows} rows, which is no batch; lower data.train_batch_size ({config.data.train_batch_size})"
-            raise SettingsError(name, value, few)
+    value = select(config, name)
+    files = value if isinstance(value, list) else [value]
+    if not files or not all(isinstance(file, str) and file for file in files):
+        raise SettingsError(name, value, "no file; give a verl parquet, or a list of them")
+    local = [local_path(name, file) for file in files if "://" not in file]
+    rows = sum(_check_file(name, file, needed, scored) for file in local)
+    return rows if len(local) == len(files) else sys.maxsize
 
 
 def _needed_columns(config: DictConfig) -> dict[str, str]:

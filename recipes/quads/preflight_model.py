@@ -15,7 +15,7 @@ from quads_ops.matrix_plan import PlannedParameter, plan_parameters, quantizable
 from quads_ops.settings import QuadsSettings, SettingsError
 from quads_ops.targets import Targets
 from quads_recipe import preflight_config, preflight_rollout
-from quads_recipe.preflight_values import MODEL, ROLLOUT, quantizes, select
+from quads_recipe.preflight_values import MODEL, ROLLOUT, local_path, quantizes, select
 
 PATH = MODEL + "path"
 OVERRIDES = MODEL + "override_config"
@@ -39,7 +39,7 @@ def build(config: DictConfig) -> nn.Module:
     """
     name = MODEL + "hf_config_path" if select(config, MODEL + "hf_config_path") else PATH
     model = _build(config, name, OVERRIDES, overrides_of_actor(config))
-    preflight_config.generation(PATH, str(Path(str(select(config, PATH))).expanduser()))
+    preflight_config.generation(PATH, str(local_path(PATH, select(config, PATH))))
     return model
 
 
@@ -52,7 +52,7 @@ def overrides_of_actor(config: DictConfig) -> dict[str, Any]:
 def _build(config: DictConfig, name: str, setting: str, overrides: dict[str, Any]) -> nn.Module:
     """name: the setting that holds the folder. setting, overrides: what is written over the config.json in it."""
     trust = bool(select(config, MODEL + "trust_remote_code"))
-    path = str(Path(str(select(config, name))).expanduser())
+    path = str(local_path(name, select(config, name)))
     if not Path(path).is_dir() and (path.startswith((".", "/")) or path.count("/") != 1):
         raise SettingsError(name, path, "no such folder; give a Hugging Face checkpoint folder or hub id")
     if not overrides:

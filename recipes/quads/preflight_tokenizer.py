@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from quads_ops.settings import SettingsError
 from quads_recipe import preflight_json
-from quads_recipe.preflight_values import MODEL, select
+from quads_recipe.preflight_values import MODEL, local_path, select
 
 _FAST, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _PATTERNS = (_FAST, "tekken.json", "*.tiktoken", "*.model", "*.spm")
@@ -24,7 +24,7 @@ def check(config: DictConfig) -> None:
         SettingsError: there is none, or it has no chat template.
     """
     name = MODEL + ("tokenizer_path" if select(config, MODEL + "tokenizer_path") else "path")
-    path = str(Path(str(select(config, name))).expanduser())
+    path = str(local_path(name, select(config, name)))
     trust = bool(select(config, MODEL + "trust_remote_code"))
     tokenizer = load(name, path, f"save the model's tokenizer there, or set {MODEL}tokenizer_path", trust=trust)
     if select(config, MODEL + "custom_chat_template") or tokenizer.chat_template or _processor_has_one(path, trust):

@@ -88,6 +88,11 @@ _RULES = {
     "data.val_max_samples": _whole(-1, "must be a whole number; -1 takes every row"),
 }
 
+_OLD_SIZES = {
+    ACTOR + "ppo_micro_batch_size": "ppo_micro_batch_size_per_gpu",
+    ROLLOUT + "log_prob_micro_batch_size": "log_prob_micro_batch_size_per_gpu",
+}
+
 # Every response is compared with the others to the same prompt.
 _BY_GROUP = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline")
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -182,6 +187,10 @@ def _check_micro_batches(config: DictConfig) -> None:
     if mini * n % ranks:
         remedy = f"times rollout.n ({n}) must be a multiple of the {ranks} ranks that share it"
         raise SettingsError(ACTOR + "ppo_mini_batch_size", mini, remedy)
+    for name, new in _OLD_SIZES.items():
+        expect(config, name, (None,), f"is an old setting of verl; use {new}")
+    if not dynamic:
+        _check_batch(config, mini, n)
     # verl pads the responses of a step to whole mini-batches, the critic's too.
     unit = math.lcm(mini, config.critic.ppo_mini_batch_size) if _has_critic(config) else mini
     step = math.ceil(config.data.train_batch_size / unit) * unit * n // ranks
@@ -190,6 +199,16 @@ def _check_micro_batches(config: DictConfig) -> None:
     if select(config, ACTOR + "use_kl_loss") or select(config, "algorithm.use_kl_in_reward"):
         ref = "actor_rollout_ref.ref."
         _check_divisor(config, ref, "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", step)
+
+
+def _check_batch(config: DictConfig, mini: int, n: int) -> None:
+    """What verl's `validate_config` (verl/utils/config.py) asks of a batch whose micro-batches are counted in rows."""
+    name, batch, count = "data.train_batch_size", config.data.train_batch_size, devices(config)
+    if batch < mini:
+        remedy = f"is less than a mini-batch ({ACTOR}ppo_mini_batch_size, {mini}); raise it, or lower that"
+        raise SettingsError(name, batch, remedy)
+    if batch * n % count:
+        raise SettingsError(name, batch, f"times rollout.n ({n}) must be a multiple of the {count} devices of the run")
 
 
 def _has_critic(config: DictConfig) -> bool:

@@ -24,6 +24,14 @@ def select(config: DictConfig, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def local_path(name: str, value: Any) -> Path:
+    """The path that the setting `name` holds, without `~`. Raises SettingsError where that stands for no folder."""
+    try:
+        return Path(str(value)).expanduser()
+    except RuntimeError:
+        raise SettingsError(name, value, "there is no such user; write out what ~ stands for") from None
+
+
 def expect(config: DictConfig, name: str, allowed: Collection, remedy: str) -> None:
     """Raises SettingsError unless the value of `name` is one of `allowed`."""
     value = select(config, name)

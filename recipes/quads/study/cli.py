@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quads_recipe import ending_signals
 from quads_recipe.paths import given_folder
+from quads_recipe.study import arguments, folder
 from quads_recipe.study.plan import StudyError, read_object
 from quads_recipe.study.presets import ALL_ARMS, PRESETS, STRESSES
 
@@ -45,9 +46,12 @@ def parser() -> argparse.ArgumentParser:
         help="a hydra override for every run; may be repeated",
     )
     p.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1); each needs a core and about 7 GiB")
-    p.add_argument("--dry-run", action="store_true", help="show the plan and what it would cost, start nothing")
-    p.add_argument("--report", action="store_true", help="only write the report again, of what the folder holds")
-    p.add_argument(
+    instead = p.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--dry-run", action="store_true", help="check everything, show the plan and what it would cost, start nothing"
+    )
+    instead.add_argument("--report", action="store_true", help="only write the report again, of what the folder holds")
+    instead.add_argument(
         "--compare", type=Path, nargs="+", metavar="STUDY", help="only compare these folders of studies or reports"
     )
     return p
@@ -63,16 +67,19 @@ def main(argv: list[str] | None = None) -> int:
     """0 when every run and evaluation is done, 1 when one failed, 2 for a wrong argument, 130 when interrupted."""
     args = parser().parse_args(argv)
     with ending_signals.handled(_interrupt):
-        return _main(args)
+        return _main(args, arguments.given(parser(), argv))
 
 
-def _main(args: argparse.Namespace) -> int:
+def _main(args: argparse.Namespace, given: set[str]) -> int:
+    """given: names of the options on the command line."""
     try:
+        arguments.check_alone(given)
         if args.compare:
             return _compare(args)
         return _report(args.out) if args.report else run(args)
     except (StudyError, OSError) as error:
-        print(f"quads study: {error}", file=sys.stderr)
+        text = folder.explained(error) if isinstance(error, OSError) else str(error)
+        print(f"quads study: {text}", file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
@@ -93,6 +100,7 @@ def _report(out: Path | None) -> int:
     about = out / "about.json"
     if not about.is_file():
         raise StudyError(f"--out: {out} holds no study that was started; give the folder of one")
+    folder.require_parts(out)
     remedy = "start the study again with the same arguments, which writes it"
     results = report.write(out, read_object(about, remedy))
     print("\n".join([*report.terminal_lines(results), f"report: {out / 'report' / report.PAGE}"]))
@@ -115,8 +123,6 @@ def run(args: argparse.Namespace) -> int:
     from quads_recipe.study import estimate, prepare
     from quads_recipe.study.runner import lock
 
-    if args.jobs < 1:
-        raise StudyError(f"--jobs: {args.jobs}; give at least 1")
     prepared = prepare.prepare(args)
     print("\n".join(prepare.describe(prepared) + estimate.describe(prepared.plan)), flush=True)
     if args.dry_run:

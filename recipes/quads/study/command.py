@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from omegaconf import DictConfig
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe.paths import configs_dir, hydra_value
@@ -27,7 +30,7 @@ def overrides(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> l
     """Hydra overrides of a run; those of the plan (preset, stress, caller) come last, so they win."""
     every = plan.save_every or plan.steps
     settings = {
-        "quads.arm": arm,
+        **_of_arm(plan, arm),
         "quads.probe.every": plan.probe_every,
         "actor_rollout_ref.model.path": hydra_value(files.policy),
         "actor_rollout_ref.rollout.seed": seed,
@@ -45,11 +48,17 @@ def overrides(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> l
     }
     contents = "[model,optimizer,extra,hf_model]" if plan.save_every else "[hf_model]"
     settings["actor_rollout_ref.actor.checkpoint.save_contents"] = contents
-    if plan.config != DEMO_CONFIG and QuadsSettings.from_dict({"arm": arm}).rollout.mode in EAGER_MODES:
-        settings["actor_rollout_ref.rollout.enforce_eager"] = "true"
     if plan.config == DEMO_CONFIG and not plan.data:
         settings["reward.custom_reward_function.path"] = "pkg://quads_recipe.reward"
     return [f"{key}={value}" for key, value in settings.items()] + list(plan.overrides)
+
+
+def _of_arm(plan: Plan, arm: str) -> dict[str, str]:
+    """What runs of different arms differ in."""
+    settings = {"quads.arm": arm}
+    if plan.config != DEMO_CONFIG and QuadsSettings.from_dict({"arm": arm}).rollout.mode in EAGER_MODES:
+        settings["actor_rollout_ref.rollout.enforce_eager"] = "true"
+    return settings
 
 
 def command(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> list[str]:
@@ -71,7 +80,19 @@ def environment(plan: Plan, run_dir: Path, metrics: Path) -> dict[str, str]:
     return {"VERL_PLATFORM": "cpu", **added} if plan.config == DEMO_CONFIG else added
 
 
-def compose(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path):
+def compose_arms(plan: Plan, files: Files, run_dir: Path) -> dict[str, DictConfig]:
+    """Arm -> hydra configuration of its run with the first seed. Raises StudyError, as `compose`."""
+    composed, configs = {}, {}
+    for arm in plan.arms:
+        kind = tuple(_of_arm(plan, arm).items())[1:]  # composing takes seconds, and most arms differ in the name only
+        if kind not in composed:
+            composed[kind] = compose(plan, arm, plan.seeds[0], files, run_dir)
+        configs[arm] = copy.deepcopy(composed[kind])
+        configs[arm].quads.arm = arm
+    return configs
+
+
+def compose(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> DictConfig:
     """The hydra configuration of a run, without starting it.
 
     Raises StudyError for an override that hydra refuses: the message is hydra's own.
@@ -85,4 +106,4 @@ def compose(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path):
             return hydra.compose(plan.config, overrides=overrides(plan, arm, seed, files, run_dir))
     except HydraException as error:
         cause = f": {error.__cause__}" if error.__cause__ else ""
-        raise StudyError(f"--set: {error}{cause}") from None
+        raise StudyError("--set: " + " ".join(f"{error}{cause}".split())) from None

@@ -25,6 +25,13 @@ def write(folder: Path, seeds: tuple[int, ...], train: int, heldout: int, terms:
         _write(folder / HELDOUT, _problems("heldout", heldout, 0, terms), "heldout")
 
 
+def sample(purpose: str, count: int, terms: tuple[int, int] | None) -> list[list[dict[str, str]]]:
+    """The prompts of the first problems, as chat messages. purpose: train or heldout. terms: see presets.Stress."""
+    from quads_recipe.policy.task import chat
+
+    return [chat(problem.prompt) for problem in _problems(purpose, count, 0, terms)]
+
+
 def _write(path: Path, problems: list, split: str) -> None:
     import pandas
 

@@ -26,9 +26,9 @@ from quads_recipe.study.reading import (
 )
 
 PLAN = "plan.json"
-POLICY = "policy"
+POLICY, POLICY_PART = "policy", "policy.part"
 LOCK = ".lock"
-"""A starting policy made for a study, while its arguments are checked: before the plan is there."""
+"""What is there before the plan: a starting policy made for a study, also one that was not finished, and the lock."""
 FORMAT = 1
 # These say how much of a study there is, not what one run of it is; they may grow.
 GROWING = ("arms", "seeds")
@@ -151,17 +151,20 @@ def settle(folder: Path, asked: Plan) -> Plan:
 
     Raises StudyError: the folder belongs to another study (names every field), or holds something else.
     """
-    file = folder / PLAN
+    require_continued(folder, asked)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PLAN, to_json(asked))
+    return asked
+
+
+def require_continued(folder: Path, asked: Plan) -> None:
+    """Raises StudyError unless the folder is free, or holds the study that the asked one continues."""
     require_ours(folder)
-    if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-    elif lines := differences(read(folder), asked):
+    if (folder / PLAN).is_file() and (lines := differences(read(folder), asked)):
         raise StudyError(
             f"--out: {folder} holds a study with other settings; give another folder, or the same settings:\n  "
             + "\n  ".join(lines)
         )
-    write_atomically(file, to_json(asked))
-    return asked
 
 
 def require_ours(folder: Path) -> None:
@@ -173,7 +176,7 @@ def require_ours(folder: Path) -> None:
     if (
         folder.is_dir()
         and not (folder / PLAN).is_file()
-        and any(file.name not in (POLICY, LOCK) for file in folder.iterdir())
+        and any(file.name not in (POLICY, POLICY_PART, LOCK) for file in folder.iterdir())
     ):
         raise StudyError(f"--out: {folder} is not empty and holds no {PLAN}; give another folder")
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quads_recipe.study import command, data
+from quads_recipe.study import arguments, command, data, folder, notes, overrides, preflight
 from quads_recipe.study.layout import Layout
 from quads_recipe.study.plan import (
+    PLAN,
     Plan,
     StudyError,
     digest,
     policy_digest,
-    require_ours,
+    read,
+    require_continued,
     settle,
     write_atomically,
 )
@@ -30,67 +33,120 @@ NOT_GIVEN = "not-given"
 class Prepared:
     """A study that can start.
 
-    policy: folder of the starting policy. config: hydra configuration of its first run. blocks: arm -> `quads` block.
-    own_data: (train, heldout) parquet files that were given, or None. about: for the report. lacking: why it can't
-    start after all, in lines; only of a dry run, which shows the plan anywhere.
+    policy: folder of the starting policy, None if it is made when the study starts. config: hydra configuration of its
+    first run. blocks: arm -> `quads` block. own_data: (train, heldout) parquet files that were given, or None. about:
+    for the report. lacking: why it can't start after all, in lines; only of a dry run, which shows the plan anywhere.
+    heldout: how many problems evaluations have. notes: for the terminal.
     """
 
     plan: Plan
     layout: Layout
-    policy: Path
+    policy: Path | None
     config: object
     blocks: dict[str, dict]
     own_data: tuple[Path, Path] | None
     about: dict = field(default_factory=dict)
     lacking: tuple[str, ...] = ()
+    heldout: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def prepare(args: argparse.Namespace) -> Prepared:
-    """Checks the arguments and the policy and composes the configuration. Writes nothing, but for a policy that has to
-    be made with other outliers.
+    """Checks the arguments, the folder, the policy and the data, and composes the configuration. Writes nothing.
 
-    Raises StudyError, or FileNotFoundError for a policy that isn't there.
+    Raises StudyError.
     """
-    from quads_recipe.study import policy, report
+    from quads_recipe.study import policy
 
     preset, stress = PRESETS[args.preset], combine(tuple(args.stress))
-    lacking = _check(args, preset)
-    name = args.policy or preset.policy or NOT_GIVEN
-    outliers = stress.outliers | ({"strength": args.outlier_strength} if args.outlier_strength is not None else {})
-    study = (args.out or default_folder(args, name)).resolve()
-    require_ours(study)
-    folder = Path(name) if name == NOT_GIVEN else policy.resolve(name, outliers, study, print)
-    plan = _plan(args, preset, stress, Path(name).name, folder, outliers)
-    own = tuple(path.resolve() for path in args.data) if args.data else None
-    files = command.Files(folder, *(own or (Path("train.parquet"), Path("heldout.parquet"))))
-    config, blocks = _compose(plan, files, study)
-    prepared = Prepared(plan, Layout(study), folder, config, blocks, own, lacking=lacking)
-    title = f"QUADS in miniature: {preset.name}" if not preset.needs_gpu else "QUADS: the arms on GPUs"
-    prepared.about = report.describe(title, command_line(args), config, policy.outliers_of(folder))
-    return prepared
-
-
-def _check(args: argparse.Namespace, preset: Preset) -> tuple[str, ...]:
-    """What a dry run lacks to be a study. Raises StudyError for what no run can be planned with."""
+    arguments.check(args)
+    overrides.check(args.overrides)
     lacking = _lacking(args, preset) if preset.needs_gpu else ()
     if lacking and not args.dry_run:
         raise StudyError(lacking[0])
-    own = args.policy not in (None, "natural", "outlier")
-    if not preset.needs_gpu and args.data is None and own and not Path(args.policy).is_dir():
-        raise StudyError(f"--policy: {args.policy!r} is neither natural, outlier nor a folder")
-    for name, least in (("seeds", 1), ("steps", 1), ("heldout", 2), ("samples", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise StudyError(f"--{name}: {value} is too few; give {least} or more")
-    for override in args.overrides:
-        if "=" not in override:
-            raise StudyError(f"--set: {override!r} has no '='; write it as key=value")
-    for file in args.data or ():
-        if not file.is_file():
-            raise StudyError(f"--data: {file}: no such file; give two verl parquet files")
-    if args.data and combine(tuple(args.stress)).terms:
-        raise StudyError("--stress: longer problems are generated, which --data replaces; leave one of them out")
-    return lacking
+    name = args.policy or preset.policy or NOT_GIVEN
+    outliers = stress.outliers | ({"strength": args.outlier_strength} if args.outlier_strength is not None else {})
+    study = (args.out or default_folder(args, name)).resolve()
+    folder.require_usable(study)
+    start = None if name == NOT_GIVEN else policy.find(name, outliers, study)
+    own = tuple(path.resolve() for path in args.data) if args.data else None
+    plan = _plan(args, preset, stress, Path(name).name, outliers)
+    inputs = Inputs(name != NOT_GIVEN, start or policy.find("natural", {}, study), own)
+    configs, heldout = _check(args, plan, inputs, Layout(study), not lacking)
+    plan = _with_policy(plan, start, study)
+    prepared = Prepared(plan, Layout(study), start, configs[plan.arms[0]], _blocks(configs), own, lacking=lacking)
+    prepared.heldout = heldout
+    prepared.about = _about(args, preset, prepared)
+    prepared.notes = notes.lines(args, plan, inputs.policy if inputs.given else None, heldout)
+    return prepared
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """given: there is a policy. policy: its folder; that of another of the same shape where it has to be made. data:
+    own parquet files."""
+
+    given: bool
+    policy: Path
+    data: tuple[Path, Path] | None
+
+
+def _check(
+    args: argparse.Namespace, plan: Plan, inputs: Inputs, layout: Layout, here: bool
+) -> tuple[dict[str, object], int]:
+    """(arm -> hydra configuration, number of held-out problems). here: the study could start on this machine.
+
+    Raises StudyError for what the runs or the evaluations would end with.
+    """
+    preset_only = dataclasses.replace(plan, overrides=plan.overrides[: len(plan.overrides) - len(args.overrides)])
+    nothing = (Path("train.parquet"), Path("heldout.parquet"))
+    files = command.Files(inputs.policy, *(inputs.data or nothing))
+    run_dir = layout.study / "runs" / "any"
+    if args.overrides:
+        before = command.compose(preset_only, plan.arms[0], plan.seeds[0], files, run_dir)
+        overrides.check_groups(args.overrides, before)
+    configs = command.compose_arms(plan, files, run_dir)
+    config = configs[plan.arms[0]]
+    overrides.check_composed(config)
+    heldout = plan.heldout
+    with preflight.environment(command.environment(plan, run_dir, run_dir / "metrics.jsonl")):
+        finite = inputs.given and notes.weights_gib(inputs.policy) <= notes.READ_GIB
+        preflight.check_runs(configs, args.overrides, here=here, policy=inputs.given, finite=finite)
+        if inputs.data:
+            heldout = preflight.check_own_data(config, args.overrides, plan.steps)
+        elif here:
+            preflight.check_generated(config, layout.data, plan.seeds)
+        if inputs.given and (inputs.data or here):
+            preflight.check_prompts(config, inputs.policy, args.overrides, inputs.data, plan.terms)
+    return configs, heldout
+
+
+def _with_policy(plan: Plan, start: Path | None, study: Path) -> Plan:
+    """The plan with the policy's digest, as far as it is needed before the study starts: to continue one.
+
+    Raises StudyError: the folder holds a study with other settings.
+    """
+    if not (study / PLAN).is_file():
+        return plan
+    there = read(study).policy_digest
+    plan = dataclasses.replace(plan, policy_digest=policy_digest(start) if start else there)
+    require_continued(study, plan)
+    return plan
+
+
+def _about(args: argparse.Namespace, preset: Preset, prepared: Prepared) -> dict:
+    from quads_recipe.study import policy, report
+
+    title = f"QUADS in miniature: {preset.name}" if not preset.needs_gpu else "QUADS: the arms on GPUs"
+    start, outliers = prepared.policy, prepared.plan.outliers
+    found = policy.outliers_of(start) if start else policy.settings(outliers) if outliers else None
+    return report.describe(title, command_line(args), prepared.config, found)
+
+
+def _blocks(configs: dict[str, object]) -> dict[str, dict]:
+    from quads_recipe.derive import settings_of
+
+    return {arm: settings_of(config).to_dict() for arm, config in configs.items()}
 
 
 def _lacking(args: argparse.Namespace, preset: Preset) -> tuple[str, ...]:
@@ -114,13 +170,12 @@ def default_folder(args: argparse.Namespace, policy: str) -> Path:
     return Path("runs") / "-".join(parts)
 
 
-def _plan(
-    args: argparse.Namespace, preset: Preset, stress: Stress, policy: str, folder: Path, outliers: dict[str, float]
-) -> Plan:
+def _plan(args: argparse.Namespace, preset: Preset, stress: Stress, policy: str, outliers: dict[str, float]) -> Plan:
+    """Still without the policy's digest."""
     from quads_recipe.study.machine import versions
 
     seeds = args.seeds or preset.seeds
-    overrides = (*preset.overrides, *_gpus(preset), *stress.overrides, *args.overrides)
+    changes = (*preset.overrides, *_gpus(preset), *stress.overrides, *args.overrides)
     return Plan(
         preset=preset.name,
         stress=tuple(args.stress),
@@ -129,11 +184,11 @@ def _plan(
         seeds=tuple(range(seeds)),
         steps=args.steps or preset.steps,
         policy=policy,
-        policy_digest="" if policy == NOT_GIVEN else policy_digest(folder),
+        policy_digest="",
         outliers=outliers,
         terms=stress.terms,
         data={file.name: digest(file) for file in args.data or ()},
-        overrides=overrides,
+        overrides=changes,
         heldout=args.heldout or preset.heldout,
         samples=args.samples or preset.samples,
         calibration=preset.calibration,
@@ -162,23 +217,19 @@ def _arms(text: str) -> tuple[str, ...]:
     return tuple(arm for arm in ARMS if arm in wanted)
 
 
-def _compose(plan: Plan, files: command.Files, study: Path):
-    """(configuration of the first run, arm -> `quads` block). Raises StudyError for a setting that is refused."""
-    from omegaconf import OmegaConf
-
-    from quads_ops.settings import QuadsSettings, SettingsError
-
-    config = command.compose(plan, plan.arms[0], plan.seeds[0], files, study / "runs" / "any")
-    block = OmegaConf.to_container(config.quads, resolve=True)
-    try:
-        return config, {arm: QuadsSettings.from_dict(block | {"arm": arm}).to_dict() for arm in plan.arms}
-    except SettingsError as error:
-        raise StudyError(f"--set: {error}") from None
-
-
 def commit(prepared: Prepared) -> None:
-    """Writes the plan (or checks that it continues the one there) and the data. Raises StudyError."""
+    """Makes the policy if it has to be made, writes the plan (or checks that it continues the one there) and the data.
+
+    To be called with the lock on the folder. Raises StudyError.
+    """
+    from quads_recipe.study import policy
+
     plan, layout = prepared.plan, prepared.layout
+    if made := prepared.policy is None:
+        found = policy.find(plan.policy, plan.outliers, layout.study)  # by another start, in the meantime
+        prepared.policy = found or policy.make(layout.study, plan.outliers, print)
+    if made or not plan.policy_digest:
+        prepared.plan = plan = dataclasses.replace(plan, policy_digest=policy_digest(prepared.policy))
     settle(layout.study, plan)
     write_atomically(layout.study / ABOUT, json.dumps(prepared.about, indent=1) + "\n")
     if not prepared.own_data:
@@ -194,7 +245,8 @@ def describe(prepared: Prepared) -> list[str]:
         f"study: preset {plan.preset}, policy {plan.policy}{stress}, folder {prepared.layout.study}",
         f"{len(plan.arms)} arms ({', '.join(plan.arms)}) x {len(plan.seeds)} seeds x {plan.steps} steps of "
         f"{about['prompts_per_step']} prompts with {about['responses']} responses",
-        f"evaluation: {plan.heldout} held-out problems, {plan.samples} responses each, own engine and BF16",
+        f"evaluation: {prepared.heldout} held-out problems, {plan.samples} responses each, own engine and BF16",
+        *prepared.notes,
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ALL_ARMS = ("bf16", "fp8", "naive", "qat", "symmetric", "quads", "quads_full")
@@ -151,3 +152,21 @@ def combine(names: tuple[str, ...]) -> Stress:
         overrides += stress.overrides
     about = "; ".join(STRESSES[name].about for name in names)
     return Stress("+".join(names), about, outliers, terms, tuple(overrides))
+
+
+def contradiction(names: Sequence[str]) -> tuple[str, str, str] | None:
+    """Two of them that set the same thing to different values, and what; None if they add up."""
+    seen: dict[str, tuple[str, object]] = {}
+    for name in names:
+        for what, value in _values(STRESSES[name]):
+            one, before = seen.setdefault(what, (name, value))
+            if before != value:
+                return one, name, what
+    return None
+
+
+def _values(stress: Stress) -> list[tuple[str, object]]:
+    """What it sets -> to which value."""
+    pairs = [tuple(override.split("=", 1)) for override in stress.overrides]
+    terms = [("the number of terms", stress.terms)] if stress.terms else []
+    return [*((f"the outliers' {name}", value) for name, value in stress.outliers.items()), *terms, *pairs]
