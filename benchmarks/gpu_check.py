@@ -112,7 +112,7 @@ def products(device: torch.device, native: bool, shapes) -> str:
 
 
 def quantized_sums(x: torch.Tensor, kept: int, order: torch.Tensor | None = None) -> activation.Quantized:
-    """Tokens as the product of many tokens takes them."""
+    """Tokens as emulated products take them."""
     return activation.quantize(x, kept=kept, order=order, packed=False, sums=True)
 
 
