@@ -15,8 +15,8 @@ from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm_decode import launch_decode
 from quads_kernels.gemm_epilogue import biased, scaled
+from quads_kernels.gemm_grid import GROUP, tile_of_program
 from quads_kernels.gemm_launch import (
-    GROUP,
     check_form,
     check_out_dtype,
     check_rows,
@@ -60,12 +60,7 @@ def w4a4_gemm_kernel(
 ):
     """One [TM, TN] tile of the output. Grid: (tiles,). Shapes as in `w4a4_gemm`; kept_units * KEPT_UNIT: blocks of the
     residual."""
-    tiles_n = tl.cdiv(N, TN)
-    program = tl.program_id(0)
-    first = program // (GROUP * tiles_n) * GROUP
-    height = min(tl.cdiv(M, TM) - first, GROUP)
-    m = (first + program % (GROUP * tiles_n) % height) * TM + tl.arange(0, TM)
-    n = program % (GROUP * tiles_n) // height * TN + tl.arange(0, TN)
+    m, n = tile_of_program(M, N, TM, TN, GROUP)
     m_ok = m < M
     n_ok = n < N
     rows = m.to(tl.int64)

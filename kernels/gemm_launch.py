@@ -14,9 +14,6 @@ from quads_kernels.launch import FLOATS, HW, capability, require, require_contig
 NATIVE_INSTRUCTION = "mxf4nvf4"
 """In the PTX of every kernel that multiplies NVFP4 in the tensor core."""
 
-GROUP = 8
-"""Tiles of tokens that run side by side through the columns, so that they share weights in the L2 cache."""
-
 
 def check_rows(rows: Quantized) -> tuple[int, int, int, torch.device]:
     """(M, K, blocks whose residual is kept, device) of quantized activations, or a ValueError naming what is wrong.

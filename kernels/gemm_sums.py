@@ -15,7 +15,8 @@ import triton.language as tl
 from quads_kernels import configs, launch
 from quads_kernels.activation import Quantized
 from quads_kernels.gemm_epilogue import biased, scaled
-from quads_kernels.gemm_launch import GROUP, converts_e4m3, processors, run
+from quads_kernels.gemm_grid import GROUP, tile_of_program
+from quads_kernels.gemm_launch import converts_e4m3, processors, run
 from quads_kernels.gemm_shares import add_shares, shares_of
 from quads_kernels.gemm_sums_loop import accumulate_sums, weight_rows
 from quads_kernels.gemm_sums_tile import SUMS_EPILOGUE_SCALE
@@ -48,12 +49,7 @@ def w4a4_sums_kernel(
 
     s: FP16 [M, K]; other shapes as in `w4a4_gemm`, K_SHARE and partial sums as in `quads_kernels.gemm_decode`.
     """
-    tiles_n = tl.cdiv(N, TN)
-    program = tl.program_id(0)
-    first = program // (GROUP * tiles_n) * GROUP
-    height = min(tl.cdiv(M, TM) - first, GROUP)
-    m = (first + program % (GROUP * tiles_n) % height) * TM + tl.arange(0, TM)
-    n = program % (GROUP * tiles_n) // height * TN + tl.arange(0, TN)
+    m, n = tile_of_program(M, N, TM, TN, GROUP)
     m_ok = m < M
     n_ok = n < N
     share = tl.program_id(1)

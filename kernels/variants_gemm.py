@@ -8,7 +8,8 @@ from quads_kernels.configs import Tile
 from quads_kernels.expert_sort import BLOCKS_PER_PROGRAM, count_kernel, place_kernel, sum_chunks_kernel
 from quads_kernels.gemm import w4a4_gemm_kernel
 from quads_kernels.gemm_decode import w4a4_decode_kernel
-from quads_kernels.gemm_launch import GROUP, kept_units
+from quads_kernels.gemm_grid import GROUP
+from quads_kernels.gemm_launch import kept_units
 from quads_kernels.gemm_shares import REDUCE_COLUMNS, add_shares_kernel
 from quads_kernels.gemm_sums import w4a4_sums_kernel
 from quads_kernels.grouped import ADD_COLUMNS, add_experts_kernel, w4a4_grouped_kernel
