@@ -110,6 +110,17 @@ def test_own_policy_and_data_pass_and_all_heldout_problems_are_counted(files, tm
     assert not list(tmp_path.iterdir())
 
 
+def test_own_files_of_one_name_are_told_apart(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = []
+    for folder, file in (("a", files.train), ("b", files.heldout)):
+        (tmp_path / folder).mkdir()
+        data.append(shutil.copy(file, tmp_path / folder / "x.parquet"))
+    args = cli.parser().parse_args(["--policy", str(files.policy), "--data", *map(str, data), "--dry-run"])
+    found = prepare.prepare(args).plan.data
+    assert set(found) == {"train", "heldout"} and found["train"] != found["heldout"]
+
+
 def test_an_own_reward_scores_own_data(files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine = save_data(tmp_path / "mine.parquet", data_source="mine")

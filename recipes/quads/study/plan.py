@@ -41,8 +41,9 @@ class Plan:
     """All settings of a study. Every run of it is one arm with one seed.
 
     policy: its name, or the folder's. policy_digest: SHA-256 of its weights and configuration. outliers: fields of
-    OutlierSettings where the policy was made for this study. data: names of own parquet files with their digests;
-    empty for generated problems. overrides: of hydra, the same for all arms. The rest is explained in presets.Preset.
+    OutlierSettings where the policy was made for this study. data: name and digest of the own parquet files `train`
+    and `heldout`; empty for generated problems. overrides: of hydra, the same for all arms. The rest is explained in
+    presets.Preset.
     """
 
     preset: str

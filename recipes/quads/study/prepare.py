@@ -25,6 +25,8 @@ from quads_recipe.study.plan import (
 from quads_recipe.study.presets import PRESETS, Preset, Stress, combine
 
 ABOUT = "about.json"
+PARTS = ("train", "heldout")
+"""Of own data, in the order of `--data`."""
 NOT_GIVEN = "not-given"
 """The policy of a dry run without one."""
 
@@ -187,7 +189,7 @@ def _plan(args: argparse.Namespace, preset: Preset, stress: Stress, policy: str,
         policy_digest="",
         outliers=outliers,
         terms=stress.terms,
-        data={file.name: digest(file) for file in args.data or ()},
+        data={part: f"{file.name} {digest(file)}" for part, file in zip(PARTS, args.data or (), strict=False)},
         overrides=changes,
         heldout=args.heldout or preset.heldout,
         samples=args.samples or preset.samples,
