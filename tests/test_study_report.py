@@ -229,6 +229,7 @@ def test_tables_hold_every_step_run_and_comparison(finished):
     assert len(evaluations) == 5 + 3 + 18 * 2 and sum(row["weights"] == "start" for row in evaluations) == 5
     parts = [row for row in rows("claims") if row["claim"] == "ordering"]
     assert len(parts) == 4 and all(float(row["p"]) < 0.05 and row["kind"] == "paired" for row in parts)
+    assert {row["n"] for row in parts} == {"3"}
 
 
 def test_the_page_needs_nothing_else_and_names_no_folder(finished):
@@ -262,7 +263,7 @@ def test_studies_side_by_side(finished, tmp_path, capsys):
     assert cli.main(["--compare", str(folder), str(hard), "--out", str(tmp_path / "c")]) == 0
     with (tmp_path / "c" / "compare.csv").open() as file:
         rows = {(row["stress"], row["arm"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 10
+    assert len(rows) == 10 and rows["lr1e-3", "quads"]["study"] == "hard"
     assert float(rows["none", "naive"]["collapsed"]) == 0 and float(rows["lr1e-3", "naive"]["collapsed"]) == 1
     assert float(rows["lr1e-3", "quads"]["collapsed"]) == 0
     assert float(rows["lr1e-3", "naive"]["reward_last_gap"]) < -0.3 < float(rows["none", "naive"]["reward_last_gap"])

@@ -24,7 +24,7 @@ def write(studies: Sequence[Path], out: Path) -> list[str]:
     studies: folders of studies, or copies of their reports.
     Raises StudyError: a folder without a report, or with a broken one.
     """
-    rows = [row for study in studies for row in rows_of(_results(study))]
+    rows = [{"study": study.resolve().name, **row} for study in studies for row in rows_of(_results(study))]
     out.mkdir(parents=True, exist_ok=True)
     with (out / TABLE).open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -68,8 +68,8 @@ def rows_of(results: Mapping) -> list[dict]:
 
 def lines(rows: Sequence[Mapping]) -> list[str]:
     """The table as text."""
-    columns = ("policy", "stress", "arm", "seeds", "d_mean", "reward_first", "reward_last", "collapsed")
-    columns += ("reward_last_gap", "own_gap", "in_bf16_gap")
+    columns = ("study", "policy", "stress", "arm", "seeds", "steps", "d_mean", "reward_first", "reward_last")
+    columns += ("collapsed", "reward_last_gap", "own_gap", "in_bf16_gap")
     cells = [columns, *(tuple(_cell(row[name]) for name in columns) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]

@@ -112,15 +112,17 @@ def tables(found: gathered.Found, results: dict) -> dict[str, list[dict]]:
         ],
         "claims": [
             {"claim": o["name"], "status": o["status"], "part": part["text"], "part_status": part["status"]}
-            | {
-                key: (part["test"] or {}).get(key)
-                for key in ("kind", "n", "effect", "error", "df", "t", "p", "low", "high")
-            }
+            | _test_row(part["test"] or {})
             for o in results["claims"]
             for part in o["parts"]
         ],
         "evaluations": _evaluations(found),
     }
+
+
+def _test_row(test: Mapping) -> dict:
+    row = {key: test.get(key) for key in ("kind", "n", "effect", "error", "df", "t", "p", "low", "high")}
+    return row | {"n": None if row["n"] is None else " and ".join(map(str, row["n"]))}  # of each sample
 
 
 def _run_row(run: Mapping) -> dict:
