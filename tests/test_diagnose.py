@@ -22,11 +22,11 @@ from support_browser import SCHEMES, dump_with, needs_browser, screenshot
 
 from quads_ops.settings import QuadsSettings
 from quads_recipe import diagnose, diagnose_html, diagnose_plots, diagnose_report, diagnose_run
-from quads_recipe.analysis import verdict
+from quads_recipe.analysis import evidence, verdict
 from quads_recipe.analysis.cost import Cost
 from quads_recipe.analysis.decompose import decompose, summarize
 from quads_recipe.analysis.measure import ArmResult, LeftOut
-from quads_recipe.analysis.prompts import PromptError, fitting, read_prompts, tokenize
+from quads_recipe.analysis.prompts import PromptError, fitting, read_prompts, tokenize, unknown_share, unknown_warning
 from quads_recipe.analysis.rollouts import RolloutKey, TokenSet, key_of
 from quads_recipe.analysis.score import Sample
 from quads_recipe.analysis.tokens import CAUSES, cause_of
@@ -61,6 +61,22 @@ def test_text_becomes_a_user_message_where_there_is_a_template():
     with pytest.raises(PromptError, match="no chat template"):
         tokenize([CHAT], tokenizer)
     assert fitting([[], [1, 2], [1, 2, 3]], 2) == [[1, 2]]
+
+
+def test_prompts_that_the_tokenizer_does_not_know():
+    tokenizer = support_models.tiny_tokenizer()
+    unknown = tokenizer.unk_token_id
+    prompts = [[unknown, unknown, unknown], [unknown, 7]]
+    assert unknown_share(prompts, tokenizer) == 0.8
+    warning = unknown_warning(prompts, tokenizer)
+    assert warning.startswith("--data: 80% of the prompts' tokens are <unk>") and len(warning.splitlines()) == 1
+    assert unknown_warning(prompts, tokenizer, "data.train_files").startswith("data.train_files: ")
+    assert unknown_warning([[unknown, *[7] * 9]], tokenizer) is None  # 10%
+    assert unknown_warning([], tokenizer) is None
+    tokenizer.unk_token = tokenizer.eos_token  # as tokenizers that know every byte have it
+    assert unknown_share([[tokenizer.eos_token_id]], tokenizer) == 0
+    tokenizer.unk_token = None
+    assert unknown_share(prompts, tokenizer) == 0
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -166,7 +182,7 @@ def test_a_wrong_argument_is_one_clear_line(checkpoint, sums, tmp_path, capsys, 
     """Before any engine starts: none of these takes longer than building the model on paper."""
     status = diagnose.main(["--model", str(checkpoint), "--data", str(sums), "--out", str(tmp_path / "out"), *options])
     err = capsys.readouterr().err.strip()
-    assert status == 1
+    assert status == 2
     assert message in err and len(err.splitlines()) == 1 and err.startswith("quads diagnose: ")
     assert not (tmp_path / "out").exists()
 
@@ -174,11 +190,11 @@ def test_a_wrong_argument_is_one_clear_line(checkpoint, sums, tmp_path, capsys, 
 def test_an_output_folder_that_cannot_be(checkpoint, sums, tmp_path, capsys):
     (tmp_path / "file").touch()
     base = ["--model", str(checkpoint), "--data", str(sums)]
-    assert diagnose.main([*base, "--out", str(tmp_path / "file" / "out")]) == 1
+    assert diagnose.main([*base, "--out", str(tmp_path / "file" / "out")]) == 2
     assert "can't write there" in capsys.readouterr().err
-    assert diagnose.main([*base, "--out", str(tmp_path / "file")]) == 1
+    assert diagnose.main([*base, "--out", str(tmp_path / "file")]) == 2
     assert f"--out: {tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
-    assert diagnose.main([*base, "--out", ""]) == 1
+    assert diagnose.main([*base, "--out", ""]) == 2
     assert "--out: '' names no folder; give one" in capsys.readouterr().err
 
 
@@ -224,7 +240,7 @@ def test_a_checkpoint_without_a_weight(checkpoint, sums, tmp_path, capsys):
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     base = ["--model", str(tmp_path / "m"), "--data", str(sums), "--out", str(tmp_path / "out")]
-    assert diagnose.main(base) == 1
+    assert diagnose.main(base) == 2
     assert "lacks model.norm.weight, which would start at random" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -238,7 +254,7 @@ def copied(checkpoint: Path, folder: Path, name: str = "config.json", **values) 
 
 def refused(model: Path, data: Path, capsys, *parts: str) -> None:
     out = model.parent / "out"
-    assert diagnose.main(["--model", str(model), "--data", str(data), "--out", str(out)]) == 1
+    assert diagnose.main(["--model", str(model), "--data", str(data), "--out", str(out)]) == 2
     err = capsys.readouterr().err.strip()
     assert err.startswith("quads diagnose: --model") and len(err.splitlines()) == 1
     assert all(part in err for part in parts), err
@@ -297,6 +313,50 @@ def test_a_tokenizer_of_another_model(checkpoint, tmp_path, capsys):
     refused(tmp_path / "m", letters, capsys, "gives a prompt token", "config.json: vocab_size = 40")
 
 
+def test_unknown_prompts_are_told_before_the_engine_starts(checkpoint, tmp_path):
+    def told(name: str, text: str) -> list[str]:
+        options = ["--model", str(checkpoint), "--data", str(write(tmp_path, name, text))]
+        said: list[str] = []
+        diagnose_run.prepare(diagnose.request_from(diagnose.parser().parse_args(options)), said.append)
+        return [line for line in said if line.startswith("WARNING: ")]
+
+    [line] = told("greek.txt", "αβγδ\nεζηθ")
+    assert "67% of the prompts' tokens are <unk>" in line  # four of six: the template's two are known
+    assert told("sums.txt", "1+2=\n3+4=") == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "where", "status"),
+    [
+        (diagnose_run.DiagnoseError("x"), "prepare", 2),
+        (diagnose_run.DiagnoseError("x"), "diagnose", 1),
+        (KeyboardInterrupt(), "prepare", 130),
+        (KeyboardInterrupt(), "diagnose", 130),
+    ],
+)
+def test_exit_status(checkpoint, sums, tmp_path, monkeypatch, capsys, raised, where, status):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(diagnose_run, "prepare", lambda *_: None)
+    monkeypatch.setattr(diagnose_run, where, fail)
+    base = ["--model", str(checkpoint), "--data", str(sums), "--out", str(tmp_path / "out")]
+    assert diagnose.main(base) == status
+    assert capsys.readouterr().err.startswith("quads diagnose: ")
+
+
+def test_a_report_that_cannot_be_written_is_a_failure(checkpoint, sums, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(diagnose_run, "prepare", lambda *_: None)
+    monkeypatch.setattr(diagnose_run, "diagnose", lambda *_: {"about": {}})
+    monkeypatch.setattr(diagnose_report, "_write", full)
+    base = ["--model", str(checkpoint), "--data", str(sums), "--out", str(tmp_path / "out")]
+    assert diagnose.main(base) == 1
+    assert "can't write the report: No space left on device" in capsys.readouterr().err
+
+
 def test_end_tokens_of_the_job(checkpoint, tmp_path):
     tokenizer = support_models.tiny_tokenizer()
     assert diagnose_run.stop_tokens(str(copied(checkpoint, tmp_path / "a")), tokenizer) == (1,)
@@ -339,23 +399,33 @@ def test_the_cause_of_a_token(weight, act, num, replayed, flips, cause):
     assert cause_of(weight, act, num, replayed, flips) == cause and cause in CAUSES
 
 
-def result(arm: str, size: float, *, weight: float = 0.0, products: float = 0.25, ratio: float = 0.0) -> ArmResult:
-    """Twenty sequences of ten tokens, with d of that mean magnitude."""
-    sequence = torch.arange(20).repeat_interleave(10)
-    actor = torch.full((200,), -2.0)
-    sign = torch.where(torch.arange(200) % 2 == 0, 1.0, -1.0)
+def result(
+    arm: str,
+    size: float,
+    *,
+    weight: float = 0.0,
+    products: float = 0.25,
+    ratio: float = 0.0,
+    shape: tuple[int, int] = (20, 50),
+) -> ArmResult:
+    """As many sequences of as many tokens, with d of that mean magnitude."""
+    sequences, length = shape
+    sequence = torch.arange(sequences).repeat_interleave(length)
+    actor = torch.full((sequences * length,), -2.0)
+    sign = torch.where(torch.arange(sequences * length) % 2 == 0, 1.0, -1.0)
     weights = actor + weight * sign
     rollout = actor + size * sign
     parts = decompose(rollout, actor, weights, rollout)
-    samples = tuple(Sample((1,), (2,) * 10) for _ in range(20))
+    samples = tuple(Sample((1,), (2,) * length) for _ in range(sequences))
     settings = QuadsSettings.from_dict({"arm": arm})
     tokens = TokenSet(RolloutKey("w4a4", ratio), samples, rollout, sequence, None)
     return ArmResult(arm, settings, tokens, parts, summarize(parts, sequence), Cost(products, 0.3, 0.0), None)
 
 
-def series(*means: float) -> dict[float, ArmResult]:
+def series(*means: float, **options) -> dict[float, ArmResult]:
     ratios = [i / (len(means) - 1) for i in range(len(means))]
-    return {r: result("quads", m, products=0.25 * (1 + r), ratio=r) for r, m in zip(ratios, means, strict=True)}
+    cost = {r: 0.25 * (1 + r) for r in ratios}
+    return {r: result("quads", m, products=cost[r], ratio=r, **options) for r, m in zip(ratios, means, strict=True)}
 
 
 def test_the_cheapest_rollout_that_reaches_the_target_is_chosen():
@@ -473,13 +543,129 @@ def test_a_layer_that_removes_nothing_is_not_named_for_it():
 def test_one_token_is_no_agreement():
     one = result("naive", 0.1)
     parts = replace(one.parts, **{name: getattr(one.parts, name)[:1] for name in ("d", "weight", "act", "num")})
-    single = replace(one, parts=parts, summary=summarize(parts, one.tokens.sequence[:1]))
+    tokens = replace(one.tokens, samples=one.tokens.samples[:1], sequence=one.tokens.sequence[:1])
+    single = replace(one, parts=parts, tokens=tokens, summary=summarize(parts, tokens.sequence))
     _, text = judged_texts({"fp8": result("fp8", 0.02), "naive": single})
     assert text["Where it comes from"].startswith(
         "Under arm naive, d is 0.1 nats on every token, which has no variance"
     )
     _, text = judged_texts({"fp8": result("fp8", 0.02), "naive": result("naive", 0.0)})
     assert text["Where it comes from"] == "Under arm naive rollout and actor agree on every token."
+
+
+SMALL = [(2, 5), (8, 100), (16, 4)]
+"""Sequences and their tokens: few of both, of the first, of the second."""
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_too_little_data_is_said_first_and_names_no_layer(shape):
+    """The same figures that name a layer where there are twenty sequences of fifty tokens."""
+    arms = {"fp8": result("fp8", 0.001, shape=shape), "naive": result("naive", 0.1, shape=shape)}
+    ratios = series(0.04, 0.03, 0.02, shape=shape)
+    pays = left("pays", 0.3, ratios[1.0].cost.products + 0.01)
+    judged = verdict.judge(arms, ratios, ratios, [pays], "fp32")
+    [caution] = judged.cautions
+    sequences, tokens = shape[0], shape[0] * shape[1]
+    assert f"only {tokens} tokens of {sequences} responses; it takes 500 tokens of 16 responses" in caution
+    assert judged.headline.startswith("On so little data no measured rollout reaches the target")
+    assert judged.leave_out == ()
+    texts = " ".join(finding.text for finding in judged.findings)
+    assert "pays" not in texts and "Not judged" in texts
+    assert ("99% of tokens below" in texts) == (tokens >= 500) == ("percentiles" not in caution)
+    easy = verdict.judge(arms | {"fp8": result("fp8", 0.05, shape=shape)}, ratios, ratios, [pays], "fp32")
+    assert easy.meets_target and easy.headline.startswith("On so little data the cheapest is arm qat")
+    texts = " ".join(finding.text for finding in easy.findings)
+    assert "pays" not in texts
+
+
+def test_enough_data_needs_no_caution():
+    arms = {"fp8": result("fp8", 0.001, shape=(16, 32)), "naive": result("naive", 0.1, shape=(16, 32))}
+    ratios = series(0.04, 0.03, 0.02, shape=(16, 32))
+    judged = verdict.judge(arms, ratios, ratios, [left("pays", 0.3, 0.26)], "fp32")
+    assert judged.cautions == () and judged.leave_out == ("pays",)
+    assert "99% of tokens below" in judged.findings[0].text
+
+
+def test_one_small_rollout_is_enough_for_a_caution():
+    """Also where it is one of the series alone, and where its tokens are many but not finite."""
+    arms = {"fp8": result("fp8", 0.001), "naive": result("naive", 0.1)}
+    ratios = series(0.04, 0.03, 0.02)
+    own = ratios | {0.5: result("quads", 0.03, ratio=0.5, shape=(20, 2))}
+    [caution] = verdict.judge(arms, ratios, own, [], "fp32").cautions
+    assert "only 40 tokens of 20 responses" in caution
+    broken = result("naive", 0.1)
+    broken.parts.d[: 15 * 50] = float("nan")
+    [caution] = verdict.judge({"naive": broken}, {}, {}, [], "fp32").cautions
+    assert "only 250 tokens of 5 responses" in caution
+    [caution] = verdict.judge({"bf16": result("bf16", 0.1, shape=(1, 1))}, {}, {}, [], "fp32").cautions
+    assert "only 1 token of 1 response;" in caution
+
+
+def test_few_responses_take_students_quantile():
+    assert evidence.errors_needed(16) == 2
+    assert evidence.errors_needed(8) == pytest.approx(2.365, abs=1e-3)
+    assert evidence.errors_needed(2) == pytest.approx(12.706, abs=1e-3)
+    assert evidence.errors_needed(1) == float("inf")
+
+
+def test_a_change_of_few_responses_is_no_clear_one():
+    """The same change and spread, 2.1 standard errors apart of 4 responses and 5.3 of 20."""
+
+    def said(shape: tuple[int, int]) -> str:
+        naive, qat = result("naive", 0.0234, shape=shape), noisy(result("qat", 0.0134, shape=shape), 0.0082)
+        return judged_texts({"fp8": result("fp8", 0.02), "naive": naive, "qat": qat})[1]["Fake-quantized weights"]
+
+    assert said((20, 50)).startswith("Mean |d| goes from 0.023 to 0.013 nats")
+    assert "no clear difference (within 3.2 standard errors, " in said((4, 50))
+
+
+def results_of(tokens: int, cautions: tuple[str, ...]) -> dict:
+    """The parts of diagnose.json that terminal and arms' table read."""
+    part = {"mean": 0.1, "error": 0.01, "p99": 0.777, "max": 0.9}
+    one = {"arm": "naive", "actor": "off", "rollout": "w4a4", "ratio": 0.0, "tokens": tokens, "nonfinite": 0, "k3": 0.1,
+           "mean_exp_abs": 1.1, "parts": dict.fromkeys(("d", "weight", "act", "num"), part),
+           "cost": {"products": 0.25, "weights": 0.3}}  # fmt: skip
+    findings = [{"title": "Where", "text": "there"}]
+    said = {"headline": "The headline.", "findings": findings, "cautions": cautions, "arm": None, "ratio": None}
+    return {"arms": [one], "ratios": [], "verdict": said | {"meets_target": True}}
+
+
+def test_cautions_come_before_the_headline_in_terminal_and_page():
+    results = results_of(11, ("Too <little>.", "Unknown."))
+    lines = diagnose_report.terminal_lines(results)
+    place = lines.index("CAUTION: Too <little>.")
+    assert lines[place : place + 3] == ["CAUTION: Too <little>.", "CAUTION: Unknown.", "The headline."]
+    section = diagnose_html._verdict(results)
+    assert section.index("Too &lt;little&gt;.") < section.index("Unknown.") < section.index("The headline.")
+    assert section.startswith('<section class="verdict missed">')
+    calm = results_of(1000, ())
+    assert diagnose_html._verdict(calm).startswith('<section class="verdict"><h2>')
+    assert not any("CAUTION" in line for line in diagnose_report.terminal_lines(calm))
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [(499, False), (500, True)])
+def test_percentiles_of_few_tokens_are_not_shown(tokens, shown):
+    results = results_of(tokens, ())
+    assert any("7.77e-01" in line for line in diagnose_report.terminal_lines(results)) == shown
+    assert ("0.777" in diagnose_html._arms(results, {})) == shown
+    dots = diagnose_plots.arms(results).axes[0].collections
+    assert any(0.777 in dot.get_offsets()[:, 0] for dot in dots if len(dot.get_offsets())) == shown
+
+
+def test_nothing_covers_a_point_of_the_ratios():
+    """The lines of other arms are named outside of the axes."""
+    results = results_of(1000, ())
+    results["ratios"] = [results["arms"][0] | {"ratio": ratio} for ratio in (0.0, 0.5, 1.0)]
+    results["arms"] = [results["arms"][0] | {"arm": name} for name in ("bf16", "fp8")]
+    figure = diagnose_plots.ratios(results)
+    axes = figure.axes[0]
+    figure.canvas.draw()
+    legend = axes.get_legend()
+    names = [text.get_text() for text in legend.get_texts()]
+    assert {"mean |d| of arm bf16", "mean |d| of arm fp8"} <= set(names) and not list(axes.texts)
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+    assert legend.get_window_extent().width <= figure.bbox.width
+    diagnose_plots.plt.close(figure)
 
 
 def test_a_symmetric_arm_is_never_recommended():
@@ -582,9 +768,9 @@ def test_layers_kinds_and_tokens_are_reported(full):
     assert worst[0]["d"] == pytest.approx(max((t["d"] for t in worst), key=abs))
     for token in results["tokens"]:
         assert token["d"] == pytest.approx(token["rollout"] - token["actor"], abs=1e-6)
-        assert token["d"] == pytest.approx(token["weight"] + token["act"] + token["num"], abs=1e-6)
+        assert token["d"] == pytest.approx(token["d_weight"] + token["d_act"] + token["d_num"], abs=1e-6)
     routed = [t for t in results["tokens"] if t["cause"] == "routing"]
-    assert routed and all(abs(t["replayed"]) <= abs(t["weight"] + t["act"]) / 2 for t in routed)
+    assert routed and all(abs(t["replayed"]) <= abs(t["d_weight"] + t["d_act"]) / 2 for t in routed)
 
 
 @pytest.mark.integration
@@ -593,6 +779,9 @@ def test_the_files_agree_and_the_page_needs_nothing_else(full):
         rows = {row["arm"]: row for row in csv.DictReader(file)}
     for one in full.results["arms"]:
         assert float(rows[one["arm"]]["d_mean"]) == one["parts"]["d"]["mean"]
+    with open(full.out / "tokens.csv", newline="") as file:
+        columns = set(csv.DictReader(file).fieldnames)
+    assert {"d", "d_weight", "d_act", "d_num"} <= columns and not {"weight", "act", "num"} & columns
     names = {path.name for path in full.out.iterdir()}
     assert {"ratios.csv", "layers.csv", "left_out.csv", "tokens.csv"} <= names
     drawings = ("arms", "shares", "distribution", "ratios", "causes", "left_out", "layers")
@@ -658,7 +847,7 @@ def test_nothing_is_wider_than_the_window(full, tmp_path, width):
 
 def test_text_from_a_model_cannot_break_the_page():
     token = {"arm": "naive", "context": "<b>&", "token": "</main><script>", "rollout": -1.0, "actor": -1.0, "d": 0.0,
-             "weight": 0.0, "act": 0.0, "num": 0.0, "flipped_layers": [1], "flips_before": 0, "replayed": 0.0,
+             "d_weight": 0.0, "d_act": 0.0, "d_num": 0.0, "flipped_layers": [1], "flips_before": 0, "replayed": 0.0,
              "cause": "routing"}  # fmt: skip
     table = diagnose_html._token_table([token])
     assert "<script>" not in table and "&lt;/main&gt;&lt;script&gt;" in table and "layer 1" in table
@@ -677,5 +866,6 @@ def test_the_shipped_policies(policy, tmp_path):
     options = ["--dtype", "fp32", "--arms", "qat,quads_full", "--prompts", "64", "--max-new", "40", "--leave-out", "0"]
     got = run_diagnose(policy, heldout, tmp_path / "out", *options)
     assert_series(got.results)
+    assert got.results["verdict"]["cautions"] == []
     assert arm(got.results, "qat")["parts"]["weight"]["max"] == 0
     assert all(one["sum_error"] <= 1e-5 for one in got.results["arms"] + got.results["ratios"])

@@ -12,7 +12,9 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quads_ops.compat import UnsupportedVersion
 from quads_ops.settings import ARMS, GRANULARITIES, SCOPES, QuadsSettings, SettingsError
@@ -20,7 +22,10 @@ from quads_recipe.analysis.prompts import PromptError, read_prompts
 from quads_recipe.diagnose_run import DTYPES, DiagnoseError, Request
 from quads_recipe.paths import POLICIES, given_folder, policy_dir
 
+REASONS = (DiagnoseError, PromptError, SettingsError, UnsupportedVersion, FileNotFoundError)
+"""Errors that explain themselves in one line."""
 RATIOS = "0,0.125,0.25,0.5,0.75,1"
+FAILED, WRONG, INTERRUPTED = 1, 2, 130
 SEEDS = 1 << 62
 """Prompts count their seeds on from the first, and torch has 64 bits for them."""
 
@@ -50,41 +55,75 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 when the report was written, 1 on a wrong argument or an unsuitable model, 130 when interrupted."""
+    """0 when the report was written, 1 when that failed, 2 for a wrong argument (a model or prompts that don't suit are
+    some), 130 when interrupted."""
     args = parser().parse_args(argv)
+    status, clock = WRONG, Clock()
     try:
-        run(args)
-    except (DiagnoseError, PromptError, SettingsError, UnsupportedVersion, FileNotFoundError) as error:
+        prepared = prepare(args, clock)
+        status = FAILED
+        work(args, prepared, clock)
+    except REASONS as error:
         print(f"quads diagnose: {error}", file=sys.stderr)
-        return 1
+        return status
     except KeyboardInterrupt:
         print("quads diagnose: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 
-def run(args: argparse.Namespace) -> Path:
-    """The whole command; returns the path of the HTML page.
+class Clock:
+    """Lines for the terminal, with the time since the start."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def say(self, line: str) -> None:
+        print(f"[{self.seconds():6.1f} s] {line}", flush=True)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known to suit before an engine starts."""
+
+    request: Request
+    job: Any
+    """quads_recipe.analysis.rollouts.Job"""
+    out: Path
+
+
+def prepare(args: argparse.Namespace, clock: Clock) -> Prepared:
+    """Check everything that the user gave.
 
     Raises:
         DiagnoseError, PromptError, SettingsError, UnsupportedVersion, FileNotFoundError: one clear reason.
     """
-    started = time.monotonic()
     request = request_from(args)
     _quiet()
 
+    from quads_recipe import diagnose_run
+
+    job = diagnose_run.prepare(request, clock.say)
+    return Prepared(request, job, _out_folder(args.out))  # only now: a wrong argument leaves no folder behind
+
+
+def work(args: argparse.Namespace, prepared: Prepared, clock: Clock) -> Path:
+    """Measure and write the report; returns the path of the HTML page.
+
+    Raises:
+        DiagnoseError: the report can't be written. Of the rest of REASONS what the engines meet.
+    """
     from quads_recipe import diagnose_report, diagnose_run
 
-    def say(line: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f} s] {line}", flush=True)
-
-    job = diagnose_run.prepare(request, say)
-    out = _out_folder(args.out)  # only now: a wrong argument leaves no folder behind
-    results = diagnose_run.diagnose(request, job, say)
+    out = prepared.out
+    results = diagnose_run.diagnose(prepared.request, prepared.job, clock.say)
     results["about"] |= {
         "data": args.data.name,
         "command": command_line(args),
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(clock.seconds(), 1),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
     try:
@@ -94,7 +133,7 @@ def run(args: argparse.Namespace) -> Path:
             f"--out {out}: can't write the report: {error.strerror}; make room or give another folder, and run it "
             "again. What was in the folder before is unchanged"
         ) from None
-    say(f"report: {page}")
+    clock.say(f"report: {page}")
     print("\n".join(diagnose_report.terminal_lines(results)))
     return page
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from quads_recipe.analysis.evidence import counted, has_percentiles
 from quads_recipe.analysis.tokens import CAUSES
 from quads_recipe.diagnose_plots import shown_ratios
 from quads_recipe.diagnose_style import CSS
@@ -40,8 +41,8 @@ def page(results: dict, drawings: Mapping[str, str]) -> str:
 
 def _header(about: dict) -> str:
     facts = [
-        f"{about['prompts']} prompts of {escape(str(about['data']))}",
-        f"responses up to {about['max_new']} tokens",
+        f"{counted(about['prompts'], 'prompt')} of {escape(str(about['data']))}",
+        f"responses up to {counted(about['max_new'], 'token')}",
         f"compute dtype {about['dtype']}",
         escape(str(about["device"])),
         escape(str(about["date"])),
@@ -55,9 +56,11 @@ def _header(about: dict) -> str:
 def _verdict(results: dict) -> str:
     verdict = results["verdict"]
     findings = "".join(f"<dt>{escape(f['title'])}</dt><dd>{escape(f['text'])}</dd>" for f in verdict["findings"])
-    kind = "verdict" if verdict["meets_target"] else "verdict missed"
+    cautions = "".join(f'<p class="caution">{escape(text)}</p>' for text in verdict["cautions"])
+    kind = "verdict" if verdict["meets_target"] and not cautions else "verdict missed"
     return (
-        f'<section class="{kind}"><h2>{escape(verdict["headline"])}</h2>{_tiles(results)}<dl>{findings}</dl></section>'
+        f'<section class="{kind}">{cautions}<h2>{escape(verdict["headline"])}</h2>{_tiles(results)}'
+        f"<dl>{findings}</dl></section>"
     )
 
 
@@ -87,7 +90,7 @@ def _arms(results: dict, drawings: Mapping[str, str]) -> str:
                 _is_chosen(arm, results),
                 [
                     escape(arm["arm"]), arm["actor"], arm["rollout"], f"{arm['ratio']:g}" if arm["ratio"] else "-",
-                    _plus_minus(d), _number(d["p99"]), _number(d["max"]), f"{arm['mean_exp_abs']:.4f}",
+                    _plus_minus(d), _p99(arm), _number(d["max"]), f"{arm['mean_exp_abs']:.4f}",
                     _number(arm["k3"]), f"{arm['cost']['products']:.0%}", f"{arm['cost']['weights']:.0%}",
                 ],
             )
@@ -130,7 +133,7 @@ def _ratios(results: dict, drawings: Mapping[str, str]) -> str:
             (
                 arm["ratio"] == results["verdict"]["ratio"],
                 [
-                    f"{arm['ratio']:g}", _plus_minus(arm["own"]), _plus_minus(d), _number(d["p99"]), _number(d["max"]),
+                    f"{arm['ratio']:g}", _plus_minus(arm["own"]), _plus_minus(d), _p99(arm), _number(d["max"]),
                     _plus_minus(act), change, f"{cost['products']:.0%}", f"{cost['residual'] / cost['products']:.0%}",
                 ],
             )
@@ -187,7 +190,7 @@ def _heat(results: dict, shown: Sequence[str]) -> str:
                 cells.append(_heat_cell(found[ratio]["error"] if found else None, top))
         body.append(f"<tr><td>{number}</td>{''.join(cells)}</tr>")
     more = len(numbers) - _LAYERS_SHOWN
-    note = f'<p class="soft">{more} more layers are in layers.csv.</p>' if more > 0 else ""
+    note = f'<p class="soft">{more} more in layers.csv.</p>' if more > 0 else ""
     return (
         f'<div class="scroll"><table class="heat"><thead><tr><th>layer</th>{groups}</tr>'
         f"<tr><th></th>{names}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{note}"
@@ -241,7 +244,7 @@ def _token_table(tokens: Iterable[dict]) -> str:
         earlier = f"{t['flips_before']} earlier" if t["flips_before"] else "-"
         flips = f"layer {', '.join(map(str, t['flipped_layers']))}" if t["flipped_layers"] else earlier
         badge = f'<span class="badge {t["cause"]}" title="{escape(CAUSES[t["cause"]])}">{t["cause"]}</span>'
-        values = [f"{t[name]:+.3f}" for name in ("d", "weight", "act", "num")]
+        values = [f"{t[name]:+.3f}" for name in ("d", "d_weight", "d_act", "d_num")]
         replayed = "-" if t["replayed"] is None else f"{t['replayed']:+.3f}"
         rows.append((False, [text, f"{t['rollout']:.3f}", f"{t['actor']:.3f}", *values, flips, replayed, badge]))
     return _table(head, rows, text_first=True)
@@ -249,10 +252,11 @@ def _token_table(tokens: Iterable[dict]) -> str:
 
 def _footer(about: dict) -> str:
     versions = ", ".join(f"{name} {escape(str(version))}" for name, version in about["versions"].items())
+    others = counted(about["calibration_prompts"], "other response")
     return (
-        f"<footer><p>Masks were chosen from the statistics of {about['calibration_prompts']} other responses and then "
-        "frozen, as between two weight syncs. Standard errors count a response as one observation. GEMM time "
-        "and bytes are counted from shapes at the peak rates of GPUs with NVFP4 units, not timed.</p>"
+        f"<footer><p>Masks were chosen from the statistics of {others} and then frozen, as between two weight syncs. "
+        "Standard errors count a response as one observation. GEMM time and bytes are counted from shapes at the peak "
+        "rates of GPUs with NVFP4 units, not timed.</p>"
         f"<p><code>{escape(about['command'])}</code></p><p>{versions} &middot; seed {about['seed']} &middot; "
         f"{about['seconds']:g} s. The rules behind the verdict are in docs/diagnose.md.</p></footer>"
     )
@@ -311,6 +315,10 @@ def _plus_minus(summary: dict) -> str:
     error = summary["error"]
     spread = f' <span class="soft">&plusmn; {_number(error)}</span>' if error == error and error > 0 else ""
     return f"{_number(summary['mean'])}{spread}"
+
+
+def _p99(arm: dict) -> str:
+    return _number(arm["parts"]["d"]["p99"]) if has_percentiles(arm) else "-"
 
 
 def _number(value: float) -> str:

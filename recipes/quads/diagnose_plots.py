@@ -16,6 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from quads_recipe.analysis.evidence import has_percentiles
+
 WEIGHT, ACT, NUM = "#3f7fc4", "#d9822b", "#8a8f98"
 GOOD, BAD, POINT = "#2f9e73", "#cf4a55", "#7a5cc0"
 INK, GRID, PAPER = "#1b1f24", "#d5d9de", "#fefefe"
@@ -85,10 +87,11 @@ def arms(results: dict) -> Figure:
     figure, axes = plt.subplots(figsize=(8.2, 0.42 * len(found) + 1.1))
     for row, arm in enumerate(reversed(found)):
         d = arm["parts"]["d"]
-        low, values = _floor(d["mean"]), [_floor(d[name]) for name in ("mean", "p99", "max")]
-        axes.plot([low, values[-1]], [row, row], color=GRID, linewidth=5, solid_capstyle="round", zorder=1)
-        for value, color, size in zip(values, (WEIGHT, ACT, BAD), (64, 40, 28), strict=True):
-            axes.scatter([value], [row], s=size, color=color, zorder=3)
+        low, high = _floor(d["mean"]), _floor(d["max"])
+        axes.plot([low, high], [row, row], color=GRID, linewidth=5, solid_capstyle="round", zorder=1)
+        for name, color, size in (("mean", WEIGHT, 64), ("p99", ACT, 40), ("max", BAD, 28)):
+            if name != "p99" or has_percentiles(arm):
+                axes.scatter([_floor(d[name])], [row], s=size, color=color, zorder=3)
         place = {"xytext": (-9, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
         axes.annotate(f"{d['mean']:.2g}", (low, row), **place)
     axes.set_yticks(range(len(found)), [arm["arm"] for arm in reversed(found)])
@@ -147,14 +150,13 @@ def ratios(results: dict) -> Figure:
     for arm in results["arms"]:
         mean = arm["parts"]["d"]["mean"]
         if arm["arm"] in ("fp8", "bf16") and mean > 0:
-            axes.axhline(mean, color=GOOD if arm["arm"] == "fp8" else NUM, linestyle="--", linewidth=1.2)
-            text = f"arm {arm['arm']}"
-            axes.annotate(text, (1.0, mean), xytext=(0, 4), textcoords="offset points", ha="right")
+            style = {"linestyle": "--", "linewidth": 1.2, "label": f"mean |d| of arm {arm['arm']}"}
+            axes.axhline(mean, color=GOOD if arm["arm"] == "fp8" else NUM, **style)
     axes.set_xticks(x, [f"{ratio:g}\n{arm['cost']['products']:.0%}" for ratio, arm in zip(x, found, strict=True)])
     axes.set_xlabel("residual ratio, and below it the time of all matrix products relative to BF16")
     axes.set_ylabel("nats")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from quads_ops.settings import QuadsSettings
 from quads_recipe.analysis import decompose
 from quads_recipe.analysis.cost import Shape
+from quads_recipe.analysis.evidence import has_percentiles
 from quads_recipe.analysis.layers import LayerErrors, SiteErrors, by_kind
 from quads_recipe.analysis.measure import ArmResult, LeftOut
 from quads_recipe.analysis.tokens import CAUSES, TokenReport, causes
@@ -107,13 +108,15 @@ def terminal_lines(results: dict) -> list[str]:
     rows = [columns]
     for arm in results["arms"]:
         parts = arm["parts"]
-        values = [parts["d"]["mean"], parts["d"]["p99"], parts["d"]["max"]]
+        values = [parts["d"]["mean"], parts["d"]["p99"] if has_percentiles(arm) else None, parts["d"]["max"]]
         values += [parts[name]["mean"] for name in decompose.PARTS]
-        rows.append((arm["arm"], *(f"{value:.2e}" for value in values), f"{arm['cost']['products']:.0%}"))
+        shown = ("-" if value is None else f"{value:.2e}" for value in values)
+        rows.append((arm["arm"], *shown, f"{arm['cost']['products']:.0%}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["", *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows), ""]
     verdict = results["verdict"]
-    return [*lines, verdict["headline"], *(f"{f['title']}: {f['text']}" for f in verdict["findings"])]
+    cautions = [f"CAUTION: {text}" for text in verdict["cautions"]]
+    return [*lines, *cautions, verdict["headline"], *(f"{f['title']}: {f['text']}" for f in verdict["findings"])]
 
 
 def _arm(result: ArmResult) -> dict:

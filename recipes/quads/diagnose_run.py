@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quads_ops.settings import QuadsSettings, SettingsError
-from quads_recipe.analysis.prompts import Prompt, fitting, tokenize
+from quads_recipe.analysis.prompts import Prompt, fitting, tokenize, unknown_warning
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 LAYER_TOKENS = 4096
@@ -49,7 +49,18 @@ def prepare(request: Request, say: Callable[[str], None]):
     """
     for line in check_model(request.model, request.settings, request.dtype):
         say(line)
-    return make_job(request)
+    job = make_job(request)
+    for warning in prompt_warnings(request.model, job):
+        say(f"WARNING: {warning}")
+    return job
+
+
+def prompt_warnings(folder: str, job) -> list[str]:
+    """What is odd about the prompts of a job, but stops nothing."""
+    from transformers import AutoTokenizer
+
+    warning = unknown_warning(job.prompts, AutoTokenizer.from_pretrained(folder))
+    return [warning] if warning else []
 
 
 def diagnose(request: Request, job, say: Callable[[str], None]) -> dict:
@@ -212,7 +223,7 @@ def measure(request: Request, job, collected, say: Callable[[str], None]) -> dic
         layers=layers,
         left_out=left_out,
         tokens=[report for arm in arms.values() for report in tokens.worst(arm, tokenizer, request.worst)],
-        verdict=verdict.judge(arms, series, own, left_out, request.dtype),
+        verdict=verdict.judge(arms, series, own, left_out, request.dtype, prompt_warnings(request.model, job)),
         shape=measurements.shape,
     )
 

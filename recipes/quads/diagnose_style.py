@@ -27,6 +27,8 @@ code { font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono",
 .verdict { background: var(--card); border: 1px solid var(--line); border-left: 5px solid var(--good);
   border-radius: 8px; padding: 18px 22px; }
 .verdict.missed { border-left-color: var(--warm); }
+.caution { margin: 0 0 12px; max-width: none; padding: 9px 14px; border-radius: 6px; font-weight: 600;
+  background: color-mix(in srgb, var(--warm) 18%, transparent); border: 1px solid var(--warm); }
 .verdict h2 { margin: 0 0 14px; font-size: 19px; }
 .tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: 14px; margin: 0 0 16px; }
 .tile { background: var(--shade); border-radius: 6px; padding: 10px 14px; }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 Prompt = str | list[dict]
 """Text, or chat messages."""
 
 FORMATS = (".txt", ".jsonl", ".parquet")
+MOST_UNKNOWN = 0.1
+"""Share of unknown tokens in prompts, above which `unknown_warning` speaks."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -53,6 +55,37 @@ def tokenize(prompts: Iterable[Prompt], tokenizer, raw: bool = False) -> list[li
 def fitting(prompts: Iterable[list[int]], longest: int) -> list[list[int]]:
     """The prompts of 1 to `longest` tokens."""
     return [prompt for prompt in prompts if 0 < len(prompt) <= longest]
+
+
+def unknown_share(prompts: Iterable[Sequence[int]], tokenizer) -> float:
+    """Share of the tokens that stand for text which the tokenizer does not know.
+
+    0 where it has no unknown token of its own. Some that know every byte give their end token as one, which then means
+    no unknown text.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return 0.0
+    tokens = [token for prompt in prompts for token in prompt]
+    return tokens.count(unknown) / len(tokens) if tokens else 0.0
+
+
+def unknown_warning(prompts: Iterable[Sequence[int]], tokenizer, setting: str = "--data") -> str | None:
+    """One line where more than MOST_UNKNOWN of the prompts' tokens are unknown, else None.
+
+    Args:
+        prompts: token ids.
+        tokenizer: the model's (transformers.PreTrainedTokenizerBase).
+        setting: where the prompts come from.
+    """
+    share = unknown_share(prompts, tokenizer)
+    if share <= MOST_UNKNOWN:
+        return None
+    return (
+        f"{setting}: {share:.0%} of the prompts' tokens are {tokenizer.unk_token}, which stands for text that the "
+        "tokenizer does not know, so the model can't read it. Give prompts in the model's vocabulary, or the tokenizer "
+        "that belongs to the model."
+    )
 
 
 def _ids(prompt: Prompt, number: int, tokenizer, raw: bool) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quads_ops.settings import ARMS, QuadsSettings
+from quads_recipe.analysis.evidence import counted
 from quads_recipe.analysis.masks import SiteResidual
 from quads_recipe.analysis.rollout_engine import EngineOptions, Generated, RolloutEngine
 from quads_recipe.analysis.score import Sample
@@ -90,7 +91,7 @@ def collect(job: Job, say: Callable[[str], None]) -> Collected:
             else:
                 key = RolloutKey(mode)
                 collected.own[key] = _sampled(engine, job, key)
-                say(f"rollout {mode}: {collected.own[key].logprobs.numel()} tokens")
+                say(f"rollout {mode}: {counted(collected.own[key].logprobs.numel(), 'token')}")
     return collected
 
 
@@ -100,7 +101,8 @@ def _collect_w4a4(engine: RolloutEngine, job: Job, collected: Collected, say: Ca
     for key in _ordered(job):
         engine.set_ratio(key.ratio)
         collected.own[key] = _sampled(engine, job, key)
-        say(f"rollout w4a4, residual ratio {key.ratio:g}: {collected.own[key].logprobs.numel()} tokens")
+        tokens = counted(collected.own[key].logprobs.numel(), "token")
+        say(f"rollout w4a4, residual ratio {key.ratio:g}: {tokens}")
     if not job.ratios:
         return
     # Common tokens, or the ratios would differ by the luck of sampling too. The largest ratio is closest to the actor.

@@ -29,9 +29,9 @@ class TokenReport:
     rollout: float
     actor: float
     d: float
-    weight: float
-    act: float
-    num: float
+    d_weight: float
+    d_act: float
+    d_num: float
     flipped_layers: tuple[int, ...]
     """Router layers, counted from 0, in which the predicting token's experts changed."""
     flips_before: int
@@ -95,9 +95,9 @@ def _report(result: ArmResult, index: int, number: int, position: int, cause: st
         rollout=rollout,
         actor=rollout - float(parts.d[index]),
         d=float(parts.d[index]),
-        weight=float(parts.weight[index]),
-        act=float(parts.act[index]),
-        num=float(parts.num[index]),
+        d_weight=float(parts.weight[index]),
+        d_act=float(parts.act[index]),
+        d_num=float(parts.num[index]),
         flipped_layers=() if flips is None else tuple(flips.layers[index].nonzero().flatten().tolist()),
         flips_before=0 if flips is None else int(flips.before[index]),
         replayed=None if flips is None else float(flips.replayed[index]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quads_recipe.analysis.cost import Cost
 from quads_recipe.analysis.decompose import mean_and_error, mean_exp_abs
+from quads_recipe.analysis.evidence import Evidence, counted, errors_needed, evidence, percentiles
 from quads_recipe.analysis.measure import ArmResult, LeftOut
 
 ALARM = 1.05
@@ -18,7 +19,6 @@ REMOVED_PER_COST = 2.0
 """... and removes this share per share of GEMM time added, where there is no larger ratio to compare with."""
 ROUTING_SHARE = 0.25
 """Share of the mismatch that must come from routing flips before replaying them is advised."""
-FEW_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Verdict:
 
     headline: str
     findings: tuple[Finding, ...]
+    cautions: tuple[str, ...] = ()
+    """What to know before the headline, a reason to distrust it each."""
     arm: str | None = None
     ratio: float | None = None
     meets_target: bool | None = None
@@ -91,31 +93,29 @@ def judge(
     own: Mapping[float, ArmResult],
     left_out: Sequence[LeftOut],
     dtype: str,
+    warnings: Sequence[str] = (),
 ) -> Verdict:
     """All rules in their order.
 
     series: ratios on common tokens. own: the same ratios, each on the tokens that its rollout sampled. left_out: on the
-    common tokens, at the ratio that `choose` gives.
+    common tokens, at the ratio that `choose` gives. warnings: of the prompts; they become cautions of the verdict.
     """
+    data = evidence([*arms.values(), *own.values()])
+    cautions = tuple(text for text in (data.caution(), *warnings) if text)
     findings = [f for f in (_origin(arms), _qat(arms)) if f]
     chosen = choose(arms, own)
     if chosen is None:
-        return Verdict("No NVFP4 rollout was measured.", (*findings, *_trust(arms, dtype)))
+        return Verdict("No NVFP4 rollout was measured.", (*findings, _trust(arms, dtype, data)), cautions)
     target = Target(arms)
     met = target.met_by(chosen)
-    leave = worth_leaving_out(left_out, chosen, series)
-    findings += [_ratio(chosen, series, own, met), _cost(chosen, arms), _layers(leave, left_out, chosen, met)]
-    findings += [f for f in (_routing(chosen.result), _symmetric(arms, dtype)) if f]
-    findings += _trust(arms, dtype)
-    wanted, mean = target.beside(chosen.mean)
-    headline = (
-        f"Use arm {chosen.name}: mean |d| is {mean} nats, within the target ({wanted})."
-        if met
-        else f"No measured rollout reaches the target ({wanted}). Closest: {chosen.name}, {mean} nats."
-    )
+    leave = [] if data.few else worth_leaving_out(left_out, chosen, series)
+    layers = _unjudged_layers() if data.few and left_out else _layers(leave, left_out, chosen, met)
+    findings += [_ratio(chosen, series, own, met), _cost(chosen, arms), layers]
+    findings += [f for f in (_routing(chosen.result, data), _symmetric(arms, dtype), _trust(arms, dtype, data)) if f]
     return Verdict(
-        headline=headline,
+        headline=_headline(chosen, target, met, data),
         findings=tuple(findings),
+        cautions=cautions,
         arm=chosen.arm,
         ratio=chosen.ratio,
         meets_target=met,
@@ -123,6 +123,15 @@ def judge(
         leave_out=() if met else tuple(module for found in leave for module in found.modules),
         cost=chosen.result.cost,
     )
+
+
+def _headline(chosen: Candidate, target: Target, met: bool, data: Evidence) -> str:
+    wanted, mean = target.beside(chosen.mean)
+    if not met:
+        start = "On so little data no" if data.few else "No"
+        return f"{start} measured rollout reaches the target ({wanted}). Closest: {chosen.name}, {mean} nats."
+    start = "On so little data the cheapest is" if data.few else "Use"
+    return f"{start} arm {chosen.name}: mean |d| is {mean} nats, within the target ({wanted})."
 
 
 def candidates(arms: Mapping[str, ArmResult], own: Mapping[float, ArmResult]) -> list[Candidate]:
@@ -186,10 +195,11 @@ def _origin(arms: Mapping[str, ArmResult]) -> Finding | None:
         f"{what} {_percent(summary[part].share)}"
         for part, what in (("weight", "the weights"), ("act", "the activations"), ("num", "the engine's arithmetic"))
     )
+    tail = f"99% of tokens below {d.p99:.2g}, " if percentiles(evidence([arms[arm]]).tokens) else ""
     return Finding(
         "Where it comes from",
-        f"Under arm {arm}, d has mean magnitude {d.mean:.2g} nats (99% of tokens below {d.p99:.2g}, largest "
-        f"{d.max:.2g}). Shares of its variance: {shares}.",
+        f"Under arm {arm}, d has mean magnitude {d.mean:.2g} nats ({tail}largest {d.max:.2g}). Shares of its "
+        f"variance: {shares}.",
     )
 
 
@@ -234,6 +244,10 @@ def _cost(chosen: Candidate, arms: Mapping[str, ArmResult]) -> Finding:
     )
 
 
+def _unjudged_layers() -> Finding:
+    return Finding("Which layers to leave out", "Not judged: too little data to tell one layer's share from chance.")
+
+
 def _layers(leave: Sequence[LeftOut], measured: Sequence[LeftOut], chosen: Candidate, met: bool) -> Finding:
     title = "Which layers to leave out"
     if not measured:
@@ -254,7 +268,7 @@ def _layers(leave: Sequence[LeftOut], measured: Sequence[LeftOut], chosen: Candi
     return Finding(title, f"{text}{lead}, each measured alone: {parts}.")
 
 
-def _routing(result: ArmResult) -> Finding | None:
+def _routing(result: ArmResult, data: Evidence) -> Finding | None:
     share = result.flip_share()
     if share is None:
         return None
@@ -266,6 +280,8 @@ def _routing(result: ArmResult) -> Finding | None:
         if share > 0
         else "Replaying the actor's experts would not lower mean |d_weight + d_act|. "
     )
+    if data.few:
+        return Finding("Routing", f"{text}Too little data to advise for or against replaying.")
     text += (
         "Replaying the rollout's routing in the trainer is worth more than a larger ratio here."
         if share >= ROUTING_SHARE
@@ -289,15 +305,18 @@ def _symmetric(arms: Mapping[str, ArmResult], dtype: str) -> Finding | None:
     return Finding("The symmetric arm", text)
 
 
-def _trust(arms: Mapping[str, ArmResult], dtype: str) -> list[Finding]:
+def _trust(arms: Mapping[str, ArmResult], dtype: str, data: Evidence) -> Finding:
     some = next(iter(arms.values()))
-    sequences, tokens = len(some.tokens.samples), some.parts.d.numel()
-    text = f"{tokens} tokens of {sequences} responses per arm, compute dtype {dtype}."
-    if sequences < FEW_SEQUENCES:
-        text += " That is few: read means with their standard errors, and raise --prompts before you decide."
+    tokens, responses = counted(some.parts.d.numel(), "token"), counted(len(some.tokens.samples), "response")
+    text = f"{tokens} of {responses} per arm, compute dtype {dtype}."
+    if data.few:
+        text = (
+            f"Hardly: a rollout has only {counted(data.tokens, 'token')} of {counted(data.responses, 'response')}, "
+            f"compute dtype {dtype}. Read means with their standard errors."
+        )
     if "bf16" in arms:
         text += f" The floor, a BF16 rollout against a BF16 trainer, is {arms['bf16'].summary['d'].mean:.2g} nats here."
-    return [Finding("How far to trust this", text)]
+    return Finding("How far to trust this", text)
 
 
 def distinct(values: Sequence[float]) -> list[str]:
@@ -315,18 +334,21 @@ def _change(before: ArmResult, after: ArmResult) -> str:
     shown = distinct([first, second])
     if shown[0] == shown[1]:
         return f"Mean |d| stays at {shown[0]} nats."
-    error = _error_of_difference(before, after)
-    if not abs(second - first) > 2 * error:  # also where one response gives no error
-        doubt = f"within two standard errors, {2 * error:.2g}" if math.isfinite(error) else "of one response"
+    error, responses = _error_of_difference(before, after)
+    needed = errors_needed(responses)
+    if not abs(second - first) > needed * error:  # also where one response gives no error
+        times = "two" if needed == 2 else f"{needed:.1f}"
+        doubt = f"within {times} standard errors, {needed * error:.2g}" if math.isfinite(error) else "of one response"
         return f"Mean |d| is {shown[0]} nats without and {shown[1]} with them: no clear difference ({doubt})."
     return f"Mean |d| goes from {shown[0]} to {shown[1]} nats ({second / first - 1:+.0%})."
 
 
-def _error_of_difference(before: ArmResult, after: ArmResult) -> float:
-    """Standard error of the difference between two means of |d| on the same tokens."""
+def _error_of_difference(before: ArmResult, after: ArmResult) -> tuple[float, int]:
+    """Standard error of the difference between two means of |d| on the same tokens, and the responses behind it."""
     difference = after.parts.d.abs() - before.parts.d.abs()
     finite = difference.isfinite()
-    return mean_and_error(difference[finite], after.tokens.sequence.to(difference.device)[finite])[1]
+    sequence = after.tokens.sequence.to(difference.device)[finite]
+    return mean_and_error(difference[finite], sequence)[1], sequence.unique().numel()
 
 
 def _percent(share: float) -> str:
