@@ -259,6 +259,24 @@ def test_error_lines_pick_the_cause_out_of_the_log(tmp_path):
     assert error_lines(log) == ["first", "Killed"]
 
 
+def test_an_error_that_ends_with_a_colon_is_shown_with_its_cause(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "Error executing job with overrides: ['quads.arm=bf16']\n"
+        "Error in call to target 'verl.workers.config.optimizer.FSDPOptimizerConfig':\n"
+        "TypeError(\"FSDPOptimizerConfig.__init__() got an unexpected keyword argument 'lrr'\")\n"
+        "full_key: actor_rollout_ref.actor.optim\n\n"
+        "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+    )
+    assert error_lines(log) == [
+        "Error in call to target 'verl.workers.config.optimizer.FSDPOptimizerConfig':",
+        "TypeError(\"FSDPOptimizerConfig.__init__() got an unexpected keyword argument 'lrr'\")",
+        "full_key: actor_rollout_ref.actor.optim",
+    ]
+    log.write_text("ValueError: these do not fit:\nheads 3\nbye\nRuntimeError: the end is missing:")
+    assert error_lines(log) == ["ValueError: these do not fit:", "heads 3", "RuntimeError: the end is missing:"]
+
+
 DEATH = (
     "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
     "\tclass_name: {0}\n\tactor_id: 8b3c\n"

@@ -57,6 +57,12 @@ def test_what_is_out_of_range(given, said, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("other", [["--policy", "natural"], ["--policy", "llama"], ["--preset", "gpu"]])
+def test_a_strength_for_a_policy_without_outliers(other, capsys):
+    said = wrong(*other, "--outlier-strength", "0", "--dry-run", capsys=capsys)
+    assert said.startswith("--outlier-strength: ") and f"{' '.join(other)} can't be given other outliers" in said
+
+
 def test_every_stress_setting_and_the_range_of_strengths_are_taken():
     for name, stress in STRESSES.items():
         arguments.check(parsed("--stress", name))
@@ -205,6 +211,35 @@ def test_reserved_settings_are_ones_that_the_study_sets():
 @pytest.fixture(scope="module")
 def composed():
     return command.compose(make_plan(), "quads", 0, FILES, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "actor_rollout_ref.actor.optim.lrr=1e-4",
+            "there is no lrr in actor_rollout_ref.actor.optim; perhaps lr is meant",
+        ),
+        ("trainr.nnodes=1", "there is no trainr in the configuration; perhaps trainer is meant"),
+        ("trainer.zzz.x=1", "there is no zzz in trainer; it has "),
+        ("trainer.nnodes.x=1", "trainer.nnodes is a single setting and has no x"),
+        ("actor_rollout_ref.rollout.val_kwargs.zzz=1", "it has do_sample, n, temperature, top_k, top_p"),
+    ],
+)
+def test_a_misspelt_setting_is_told_what_there_is(text, said):
+    with pytest.raises(StudyError) as error:
+        command.compose(make_plan(overrides=(text,)), "quads", 0, FILES, Path("run"))
+    assert str(error.value).startswith(f"--set: {text.split('=')[0]}: ") and said in str(error.value)
+    assert "object_type" not in str(error.value) and ("+" in str(error.value)) == ("zzz.x" in text)
+
+
+def test_what_other_code_reads_is_added_with_a_plus():
+    name = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs"
+    with pytest.raises(StudyError) as error:
+        command.compose(make_plan(overrides=(f"{name}=8",)), "quads", 0, FILES, Path("run"))
+    assert f"+{name}=... adds one" in str(error.value)
+    config = command.compose(make_plan(overrides=(f"+{name}=8",)), "quads", 0, FILES, Path("run"))
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs == 8
 
 
 @pytest.mark.parametrize("text", ["trainer=null", "algorithm=3", "reward=null", "actor_rollout_ref.actor.optim=[1]"])

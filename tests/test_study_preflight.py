@@ -15,7 +15,7 @@ from support_preflight import ROW, overridden, save_data
 from support_study import make_plan
 
 from quads_ops.settings import ARMS
-from quads_recipe.study import cli, command, data, notes, plan, policy, preflight, prepare
+from quads_recipe.study import cli, command, data, notes, plan, policy, preflight, prepare, runner
 from quads_recipe.study.plan import StudyError
 
 ACTOR = "actor_rollout_ref.actor."
@@ -222,6 +222,13 @@ def test_only_small_weights_are_read(limit, status, checkpoint, tmp_path, capsys
         ),
         ("quads.exclude=['re:nothing']", "quads.exclude = 're:nothing': matches no module"),
         ("reward.custom_reward_function.path=none.py", "'none.py': no such file"),
+        (
+            "+" + ACTOR + "optim.lrr=1e-4",
+            ACTOR + "optim.lrr = 0.0001: verl's FSDPOptimizerConfig has no such field; perhaps lr is meant",
+        ),
+        ("+actor_rollout_ref.rollout.val_kwargs.zzz=1", "it has do_sample, n, temperature, top_k, top_p"),
+        ("+actor_rollout_ref.model.mtpp=1", "verl's HFModelConfig has no such field; perhaps mtp is meant"),
+        (ACTOR + "loss_agg_mode=mean", "loss_agg_mode"),
     ],
 )
 def test_settings_are_checked_as_main_ppo_checks_them(configs, override, said):
@@ -401,6 +408,10 @@ def test_the_folder_of_another_study_is_seen_by_a_dry_run(checkpoint, tmp_path, 
     prepare.commit(prepare.prepare(given))
     same = ("--policy", checkpoint, "--out", study)
     assert dry_run(*same, "--steps", 3, "--seeds", 2, capsys=capsys)[0] == 0
+    assert "can't start now" not in dry_run(*same, "--steps", 3, capsys=capsys)[1]
+    with runner.lock(study):
+        status, text = dry_run(*same, "--steps", 3, capsys=capsys)
+    assert status == 0 and "can't start now: another `quads study` is running in this folder" in text
     status, text = dry_run(*same, "--steps", 4, capsys=capsys)
     assert status == cli.WRONG and "steps: 3 there, 4 asked for" in text
     assert plan.read(study).seeds == (0,)

@@ -195,6 +195,72 @@ def test_a_study_that_has_not_begun_has_a_report(tmp_path):
     assert report.terminal_lines(found)
 
 
+def test_a_study_whose_only_run_failed_says_that_first(tmp_path):
+    plan, layout = make_plan(arms=("bf16",), seeds=(0,), steps=1), Layout(tmp_path)
+    (tmp_path / "plan.json").write_text(to_json(plan))
+    write_run(layout, plan, "bf16", 0, done=False)
+    layout.run("bf16", 0).mark_failed({"attempt": 1, "seconds": 9.0, "cause": ["it broke"]})
+    found, page = look(tmp_path)
+    assert html.headline(found) == "1 of 1 run failed. Nothing can be tested yet: no run has finished."
+    assert report.terminal_lines(found)[-1] == html.headline(found)
+    assert '<section class="verdict broken"><h2>1 of 1 run failed.' in page
+    assert "There are no figures." in page and "of the other runs" not in page
+    assert "1 arm &middot; 1 seed &middot; 1 step of 16 prompts, 8 responses each" in page
+
+
+def test_failed_runs_come_before_verdicts(tmp_path):
+    layout = write_study(tmp_path)
+    run = layout.run("fp8", 1)
+    (run.folder / "done.json").unlink()
+    run.mark_failed({"attempt": 1, "seconds": 9.0, "cause": ["it broke"]})
+    found, page = look(tmp_path)
+    assert html.headline(found).startswith("1 of 21 runs failed. ") and "of the 15 claims are" in html.headline(found)
+    assert html.tone(found) == "verdict broken" and "The figures are of the other runs." in page
+
+
+def test_what_keeps_claims_from_being_tested(tmp_path):
+    write_study(tmp_path / "one", make_plan(arms=("bf16", "quads"), seeds=(0,)))
+    found, _ = look(tmp_path / "one")
+    lacking = [o for o in found["claims"] if any("no figure of" in part["text"] for part in o["parts"])]
+    assert 0 < len(lacking) < 15 and html.tone(found) == "verdict idle"
+    said = html.headline(found)
+    assert said.startswith("Nothing can be tested yet: ") and said.endswith(" The figures stand as they are.")
+    assert "claims lack figures of fp8, naive, qat, symmetric, quads_full, " in said and "a second seed" in said
+    write_study(tmp_path / "seeds", make_plan(seeds=(0,)))
+    said = html.headline(look(tmp_path / "seeds")[0])
+    assert "can't be tested (14 claims need a second seed)" in said and "lack" not in said
+    write_study(tmp_path / "arms", make_plan(arms=("bf16", "naive")))
+    said = html.headline(look(tmp_path / "arms")[0])
+    assert "lack figures of fp8, qat, symmetric, quads, quads_full)" in said and "seed" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 2}, "was not measured: a probe runs every 5 steps, and a run has 2."),
+        ({"steps": 2, "probe_every": 0}, "was not measured: the probe was off (quads.probe.every=0)."),
+        ({"steps": 4, "overrides": ("quads.probe.every=9",)}, "a probe runs every 9 steps, and a run has 4."),
+    ],
+)
+def test_a_study_too_short_for_a_probe_says_so(tmp_path, changes, said):
+    write_study(tmp_path, make_plan(arms=("bf16", "quads"), seeds=(0,), **changes))
+    _, page = look(tmp_path)
+    assert said in page and "measured every few steps" not in page
+
+
+def test_panels_without_comparisons_are_left_out(tmp_path, finished):
+    folder, whole = finished
+    assert [axes.get_title(loc="left") for axes in plots.claims(whole).axes] == [
+        "mismatch: factor",
+        "reward: difference",
+    ]
+    assert "Claimed: factors above 1; differences below 0" in (folder / "report" / "study.html").read_text()
+    write_study(tmp_path, make_plan(arms=("bf16", "quads"), seeds=(0,)))
+    found, page = look(tmp_path)
+    assert [axes.get_title(loc="left") for axes in plots.claims(found).axes] == ["reward: difference"]
+    assert "Claimed: differences below 0" in page and "factors" not in page.split("Claimed")[1][:80]
+
+
 def test_runs_from_different_sources_are_pointed_out(tmp_path):
     plan = make_plan(arms=("bf16",), seeds=(0, 1))
     layout = write_study(tmp_path, plan)

@@ -181,10 +181,10 @@ def test_a_second_signal_to_the_command_is_ignored(monkeypatch):
 
 
 def test_a_start_beside_a_running_study_changes_nothing(tmp_path, monkeypatch, capsys):
-    prepared = SimpleNamespace(layout=SimpleNamespace(study=tmp_path / "new"), plan=None)
+    prepared = SimpleNamespace(layout=SimpleNamespace(study=tmp_path / "new"), plan=None, policy=None)
     monkeypatch.setattr("quads_recipe.study.prepare.prepare", lambda args: prepared)
     monkeypatch.setattr("quads_recipe.study.prepare.describe", lambda prepared: [])
-    monkeypatch.setattr("quads_recipe.study.estimate.describe", lambda plan: [])
+    monkeypatch.setattr("quads_recipe.study.estimate.describe", lambda plan, policy, jobs: [])
     monkeypatch.setattr("quads_recipe.study.prepare.commit", lambda prepared: pytest.fail("the plan was written"))
     with runner.lock(tmp_path / "new"):
         assert cli.main(["--out", str(tmp_path / "new")]) == cli.WRONG
@@ -328,7 +328,14 @@ def test_one_study_at_a_time_in_a_folder(tmp_path):
     with runner.lock(tmp_path):
         with pytest.raises(StudyError, match="another `quads study` is running"):
             runner.lock(tmp_path)
+        assert runner.working(tmp_path)
+    assert not runner.working(tmp_path)
     runner.lock(tmp_path).close()
+
+
+def test_whether_a_study_works_is_asked_without_a_trace(tmp_path):
+    assert not runner.working(tmp_path) and not runner.working(tmp_path / "none")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_terminal_shows_the_grid_and_the_time_left(tmp_path):

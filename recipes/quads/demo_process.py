@@ -14,7 +14,11 @@ from quads_recipe.ending_signals import undisturbed
 # Ray prefixes the lines of its workers with "(Name pid=123)" in colour, or "(Name pid=123, ip=...)".
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^\([^()]*\bpid=\d+[^()]*\)\s?")
-_ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Mismatch|Timeout|Unsupported\w*)\b.*:|^quads: error: |\berror: ")
+_ERROR = re.compile(
+    r"^(\w+\.)*\w*(Error|Exception|Mismatch|Timeout|Unsupported\w*)\b(.*:|\()|^quads: error: |\berror: "
+)
+# Where in the configuration; below an error of hydra or OmegaConf.
+_PLACE = re.compile(r"^full_key: \S")
 
 # Ray's errors of a process that is gone say in the lines after them which one, and what may have ended it.
 _DEATH = re.compile(r"^(ray\.)?(exceptions\.)?(ActorDied|WorkerCrashed|NodeDied)Error\b.*:")
@@ -162,13 +166,21 @@ def error_lines(log: Path, limit: int = 6) -> list[str]:
     lines = [clean(line).strip() for line in log.read_text(errors="replace").split("\n")]
     lines = [line[:600] for line in lines if line and not line.startswith(_HYDRA)]
     # A line that occurs again counts where it occurs last: earlier ones were often handled.
-    where = {line: i for i, line in enumerate(lines) if _ERROR.search(line)}
-    errors = sorted(where.values())
+    where = {line: i for i, line in enumerate(lines) if _ERROR.search(line) or _PLACE.search(line)}
+    errors = sorted({i for at in where.values() for i in _with_rest(lines, at)})
     death = _death(lines)
     others = [i for i in errors if i not in death]
     room = max(0, limit - len(death))
     kept = sorted(death + others[len(others) - room :] if room < len(others) else death + others)
     return [lines[i] for i in kept[-limit:]] or lines[-limit:]
+
+
+def _with_rest(lines: list[str], start: int) -> list[int]:
+    """Indices of an error's line and of those that finish it: one that ends with a colon says the cause in the next."""
+    end = start
+    while lines[end].endswith(":") and end + 1 < len(lines):
+        end += 1
+    return list(range(start, end + 1))
 
 
 def _death(lines: list[str]) -> list[int]:

@@ -1,7 +1,7 @@
 """Checks of the environment and of the hydra config, before Ray starts. Each failure is one SettingsError.
 
-Here is what needs no more than the config; `preflight_{types,rollout,attention,training,data,code}` have a subject
-each, and `preflight_{model,config,json,weights,tokenizer}` look into the model's folder.
+Here is what needs no more than the config; `preflight_{types,rollout,attention,training,data,code,fields}` have a
+subject each, and `preflight_{model,config,json,weights,tokenizer}` look into the model's folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from quads_recipe import (
     preflight_attention,
     preflight_code,
     preflight_data,
+    preflight_fields,
     preflight_ray,
     preflight_rollout,
     preflight_training,
@@ -98,6 +99,7 @@ def check_config(config: DictConfig, settings: QuadsSettings, *, data: bool = Tr
     lines = preflight_training.check(config)
     preflight_attention.check(config)
     preflight_code.check(config)
+    preflight_fields.check(config)
     if data:
         preflight_data.check(config)
     return preflight_rollout.check_master_dtype(config) + lines

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from quads_recipe.paths import POLICIES
 from quads_recipe.study.plan import StudyError
-from quads_recipe.study.presets import STRESSES, contradiction
+from quads_recipe.study.presets import PRESETS, STRESSES, contradiction
 
 LIMITS = {"seeds": (1, 1000), "steps": (1, 100_000), "heldout": (2, 100_000), "samples": (1, 1000)}
 """Option -> (least, most). All problems are generated before the first run, a training file for each seed."""
@@ -61,6 +61,12 @@ def _check_outliers(args: argparse.Namespace) -> None:
         raise StudyError(f"--stress: {one} and {other} both set {what}, differently; leave one of them out")
     if strength is None:
         return
+    policy = args.policy or PRESETS[args.preset].policy
+    if policy != "outlier":
+        asked = f"--policy {policy}" if policy else f"the policy of --preset {args.preset}"
+        raise StudyError(
+            f"--outlier-strength: {asked} can't be given other outliers; leave the option out, or use --policy outlier"
+        )
     if not (math.isfinite(strength) and least <= strength <= most):
         raise StudyError(
             f"--outlier-strength: {strength:g} is no factor from {least:g} to {most:g}; give one such as 16"

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from quads_recipe.study import statistics
 from quads_recipe.study.statistics import Test
+from quads_recipe.study.words import plural
 
 LEVEL = 0.05
 MARGIN = 0.03
@@ -27,6 +28,8 @@ MARGIN = 0.03
 
 SHOWN, NOT_SHOWN, CONTRADICTED, NOT_TESTABLE = "shown", "not shown", "contradicted here", "not testable"
 ORDER = ("bf16", "quads_full", "quads", "qat", "naive")
+
+SECOND_SEED = "second seed"
 
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]
 
@@ -37,6 +40,7 @@ class Part:
 
     For drawings: `label` in a few words, `scale` ("factor", "difference" or ""), and on that scale the estimate `value`
     with its 95% interval, where there is one. `claimed`: where the claim has it ("above", "below", "within").
+    `lacks`: what keeps it from being tested: names of arms without the figure, or SECOND_SEED.
     """
 
     text: str
@@ -48,6 +52,7 @@ class Part:
     low: float | None = None
     high: float | None = None
     claimed: str = ""
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def below(values: Values, metric: str, low: str, high: str, what: str) -> Part:
     shown = {"label": f"{low} - {high}, {what}", "scale": "difference", "claimed": "below"}
     test = _test(a, b)
     if test is None:
-        return Part(f"{numbers}; one seed", NOT_TESTABLE, None, value=_mean(a) - _mean(b), **shown)
+        return Part(f"{numbers}; one seed", NOT_TESTABLE, lacks=(SECOND_SEED,), value=_mean(a) - _mean(b), **shown)
     shown |= {"value": test.effect, "low": test.low, "high": test.high}
     return Part(f"{numbers}; difference {_effect(test)}; {test.describe()}", _directed(test, -1), test, **shown)
 
@@ -113,7 +118,9 @@ def ratio_below(values: Values, metric: str, low: str, high: str, what: str) -> 
     test = _test({s: math.log(v) for s, v in a.items()}, {s: math.log(v) for s, v in b.items()})
     if test is None:
         factor = math.exp(_mean({s: math.log(v) for s, v in b.items()}) - _mean({s: math.log(v) for s, v in a.items()}))
-        return Part(f"{numbers}, {factor:.2f} times that; one seed", NOT_TESTABLE, None, value=factor, **shown)
+        return Part(
+            f"{numbers}, {factor:.2f} times that; one seed", NOT_TESTABLE, lacks=(SECOND_SEED,), value=factor, **shown
+        )
     shown |= {"value": math.exp(-test.effect), "low": math.exp(-test.high), "high": math.exp(-test.low)}
     times = f"{shown['value']:.2f} times that (95%: {shown['low']:.2f} to {shown['high']:.2f})"
     return Part(f"{numbers}, {times}; {test.describe()}", _directed(test, -1), test, **shown)
@@ -130,7 +137,9 @@ def equal(values: Values, metric: str, arm: str, base: str, what: str, margin: f
     test = _test(a, b)
     if test is None:
         value = _mean(a) - _mean(b)
-        return Part(f"{numbers}, difference {value:+.3f}; one seed", NOT_TESTABLE, None, value=value, **shown)
+        return Part(
+            f"{numbers}, difference {value:+.3f}; one seed", NOT_TESTABLE, lacks=(SECOND_SEED,), value=value, **shown
+        )
     p = statistics.equivalence(test, margin)
     status = SHOWN if p < LEVEL else NOT_SHOWN
     if test.p < LEVEL and abs(test.effect) > margin:
@@ -148,7 +157,7 @@ def negative(values: Values, metric: str, arm: str, what: str) -> Part:
     shown = {"label": what, "scale": "difference", "claimed": "below"}
     if len(by_seed) < 2:
         value = _mean(by_seed)
-        return Part(f"{what}: {value:+.3f}; one seed", NOT_TESTABLE, None, value=value, **shown)
+        return Part(f"{what}: {value:+.3f}; one seed", NOT_TESTABLE, lacks=(SECOND_SEED,), value=value, **shown)
     test = statistics.one_sample(list(by_seed.values()))
     shown |= {"value": test.effect, "low": test.low, "high": test.high}
     return Part(f"{what}: {_effect(test)}; {test.describe()}", _directed(test, -1), test, **shown)
@@ -160,7 +169,7 @@ def exactly_zero(values: Values, metric: str, arm: str, what: str) -> Part:
     if not by_seed:
         return _missing(values, metric, (arm,), what)
     largest = max(by_seed.values())
-    text = f"{what}: {'exactly 0' if largest == 0 else f'up to {largest:.3g}'} in {_seeds(len(by_seed))}"
+    text = f"{what}: {'exactly 0' if largest == 0 else f'up to {largest:.3g}'} in {plural(len(by_seed), 'seed')}"
     return Part(text, SHOWN if largest == 0 else CONTRADICTED)
 
 
@@ -192,7 +201,7 @@ def _test(a: Mapping[int, float], b: Mapping[int, float]) -> Test | None:
 
 def _missing(values: Values, metric: str, arms: Sequence[str], what: str) -> Part:
     lacking = [arm for arm in arms if not values.get(metric, {}).get(arm)]
-    return Part(f"{what}: no figure of {' and '.join(lacking)}", NOT_TESTABLE)
+    return Part(f"{what}: no figure of {' and '.join(lacking)}", NOT_TESTABLE, lacks=tuple(lacking))
 
 
 def _mean(by_seed: Mapping[int, float]) -> float:
@@ -208,17 +217,13 @@ def _effect(test: Test) -> str:
     return f"{test.effect:+.3f} (95%: {test.low:+.3f} to {test.high:+.3f})"
 
 
-def _seeds(count: int) -> str:
-    return "1 seed" if count == 1 else f"{count} seeds"
-
-
 # -- the claims
 
 
 def _start_gap(values: Values, start: Mapping[str, Sequence[float]]) -> list[Part]:
     what = "pass@1 of the starting policy"
-    if not {"naive", "bf16"} <= start.keys():
-        return [Part(f"{what}: was not evaluated in both engines", NOT_TESTABLE)]
+    if lacking := [arm for arm in ("naive", "bf16") if arm not in start]:
+        return [Part(f"{what}: was not evaluated in both engines", NOT_TESTABLE, lacks=tuple(lacking))]
     test = statistics.paired(start["naive"], start["bf16"], unit="problems")
     means = [statistics.mean_error(start[arm])[0] for arm in ("naive", "bf16")]
     text = f"{what}: in NVFP4 {means[0]:.3f}, in BF16 {means[1]:.3f}; gap {_effect(test)}; {test.describe()}"

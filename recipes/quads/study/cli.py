@@ -121,13 +121,17 @@ def _compare(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Trains, evaluates and reports. Raises StudyError, OSError, KeyboardInterrupt."""
     from quads_recipe.study import estimate, prepare
-    from quads_recipe.study.runner import lock
+    from quads_recipe.study.runner import lock, working
 
     prepared = prepare.prepare(args)
-    print("\n".join(prepare.describe(prepared) + estimate.describe(prepared.plan)), flush=True)
+    lines = prepare.describe(prepared) + estimate.describe(prepared.plan, prepared.policy, args.jobs)
     if args.dry_run:
-        print("".join(f"can't start here: {one}\n" for one in prepared.lacking), end="")
+        lines += [f"can't start here: {one}" for one in prepared.lacking]
+        if working(prepared.layout.study):
+            lines.append("can't start now: another `quads study` is running in this folder; wait for it, or end it")
+        print("\n".join(lines))
         return 0
+    print("\n".join(lines), flush=True)
     with lock(prepared.layout.study):  # before the plan: a start beside a running study changes nothing
         prepare.commit(prepared)
         return _work(prepared, args.jobs)

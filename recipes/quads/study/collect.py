@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quads_recipe import demo_report
 from quads_recipe.study.reading import StudyError, shown
+from quads_recipe.study.words import plural
 
 Step = dict[str, float]
 """`step`, and the metrics below that were logged."""
@@ -126,8 +127,8 @@ def require_all(steps_: Sequence[Step], count: int, folder: Path) -> None:
         return
     wrong = f"step {min(wanted - there)} is missing" if wanted - there else f"step {max(there)} is too many"
     raise StudyError(
-        f"{folder}: its metrics-*.jsonl are broken, {wrong}: they hold {len(there)} steps, and done.json says that all "
-        f"{count} are done; remove done.json there, and the same command trains this run again"
+        f"{folder}: its metrics-*.jsonl are broken, {wrong}: they hold {plural(len(there), 'step')}, and done.json "
+        f"says that all {count} are done; remove done.json there, and the same command trains this run again"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 from quads_ops.settings import QuadsSettings
 from quads_recipe.paths import configs_dir, hydra_value
 from quads_recipe.preflight_rollout import EAGER_MODES
+from quads_recipe.study.overrides import refused, unknown
 from quads_recipe.study.plan import Plan, StudyError
 
 DEMO_CONFIG = "quads_demo"
@@ -95,15 +97,20 @@ def compose_arms(plan: Plan, files: Files, run_dir: Path) -> dict[str, DictConfi
 def compose(plan: Plan, arm: str, seed: int, files: Files, run_dir: Path) -> DictConfig:
     """The hydra configuration of a run, without starting it.
 
-    Raises StudyError for an override that hydra refuses: the message is hydra's own.
+    Raises StudyError for an override that hydra refuses: the message is hydra's own, or names what is spelt alike.
     """
     import hydra
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    try:
+    def composed(asked: Plan) -> DictConfig:
         with initialize_config_dir(str(configs_dir()), version_base=None):
-            return hydra.compose(plan.config, overrides=overrides(plan, arm, seed, files, run_dir))
+            return hydra.compose(asked.config, overrides=overrides(asked, arm, seed, files, run_dir))
+
+    try:
+        return composed(plan)
     except HydraException as error:
+        if name := refused(error):
+            raise unknown(name, composed(dataclasses.replace(plan, overrides=()))) from None
         cause = f": {error.__cause__}" if error.__cause__ else ""
         raise StudyError("--set: " + " ".join(f"{error}{cause}".split())) from None

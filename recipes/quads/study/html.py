@@ -9,6 +9,8 @@ from quads_recipe.diagnose_html import _figure, _number, _table
 from quads_recipe.diagnose_style import CSS
 from quads_recipe.study import claims
 from quads_recipe.study.collect import METRICS
+from quads_recipe.study.presets import ALL_ARMS
+from quads_recipe.study.words import plural
 
 EXTRA_CSS = """
 .shown { --tone: var(--good); } .contradicted { --tone: var(--bad); } .open { --tone: var(--warm); }
@@ -21,6 +23,7 @@ EXTRA_CSS = """
 .dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 7px; background: var(--tone); }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 7px; }
 figure svg { max-width: 1000px; }
+.verdict.broken { border-left-color: var(--bad); } .verdict.idle { border-left-color: var(--soft); }
 """
 _TONES = {
     claims.SHOWN: "shown",
@@ -57,9 +60,10 @@ def page(results: dict, drawings: Mapping[str, str]) -> str:
 def _header(results: dict) -> str:
     about, plan = results["about"], results["plan"]
     facts = [
-        f"{len(plan['arms'])} arms",
-        _plural(len(plan["seeds"]), "seed"),
-        f"{plan['steps']} steps of {about['prompts_per_step']} prompts, {about['responses']} responses each",
+        plural(len(plan["arms"]), "arm"),
+        plural(len(plan["seeds"]), "seed"),
+        f"{plural(plan['steps'], 'step')} of {plural(about['prompts_per_step'], 'prompt')}, "
+        f"{plural(about['responses'], 'response')} each",
         f"policy {escape(plan['policy'])}",
         *([f"stress {escape(', '.join(plan['stress']))}"] if plan["stress"] else []),
         escape(about["machine"].get("gpus") or f"{about['machine']['processor']}, {about['machine']['cores']} cores"),
@@ -69,21 +73,59 @@ def _header(results: dict) -> str:
 
 
 def _summary(results: dict) -> str:
-    kind = "verdict" if not any(c["status"] == claims.CONTRADICTED for c in results["claims"]) else "verdict missed"
     tiles = "".join(f'<div class="tile"><b>{value}</b><span>{text}</span></div>' for value, text in tiles_of(results))
     lines = "".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in findings(results))
     return (
-        f'<section class="{kind}"><h2>{escape(headline(results))}</h2><div class="tiles">{tiles}</div>'
+        f'<section class="{tone(results)}"><h2>{escape(headline(results))}</h2><div class="tiles">{tiles}</div>'
         f"<dl>{lines}</dl></section>"
     )
 
 
+def tone(results: dict) -> str:
+    """Classes of the summary's frame: bad when a run failed, a warning when a claim is contradicted."""
+    statuses = {outcome["status"] for outcome in results["claims"]}
+    if any(run["status"] == "failed" for run in results["runs"]):
+        return "verdict broken"
+    if claims.CONTRADICTED in statuses:
+        return "verdict missed"
+    return "verdict" if statuses - {claims.NOT_TESTABLE} else "verdict idle"
+
+
 def headline(results: dict) -> str:
-    """How many claims were shown, in a sentence."""
-    found = [c["status"] for c in results["claims"]]
-    testable = [status for status in found if status != claims.NOT_TESTABLE]
-    if not testable:
-        return "Nothing can be tested yet: a test needs two seeds. The figures stand as they are."
+    """Failed runs, if there are any, and how many claims were shown, in a sentence or two."""
+    failed = sum(run["status"] == "failed" for run in results["runs"])
+    start = f"{failed} of {plural(len(results['runs']), 'run')} failed. " if failed else ""
+    return start + (_verdicts(results) if _testable(results) else _nothing_testable(results))
+
+
+def _testable(results: dict) -> bool:
+    return any(outcome["status"] != claims.NOT_TESTABLE for outcome in results["claims"])
+
+
+def _nothing_testable(results: dict) -> str:
+    start = "Nothing can be tested yet: "
+    if not any(run["status"] == "done" for run in results["runs"]):
+        return f"{start}no run has finished."
+    return f"{start}{_lacking(results)}. The figures stand as they are."
+
+
+def _lacking(results: dict) -> str:
+    """What keeps claims from being tested, and how many: arms without figures, a second seed."""
+    lacks = [{name for part in o["parts"] for name in part["lacks"]} for o in results["claims"]]
+    seeds = sum(claims.SECOND_SEED in names for names in lacks)
+    without_arms = [names - {claims.SECOND_SEED} for names in lacks if names - {claims.SECOND_SEED}]
+    found = []
+    if without_arms:
+        arms = [arm for arm in ALL_ARMS if any(arm in names for names in without_arms)]
+        verb = "lacks" if len(without_arms) == 1 else "lack"
+        found.append(f"{plural(len(without_arms), 'claim')} {verb} figures of {', '.join(arms)}")
+    if seeds:
+        found.append(f"{plural(seeds, 'claim')} {'needs' if seeds == 1 else 'need'} a second seed")
+    return ", ".join(found) or "figures are not above 0"
+
+
+def _verdicts(results: dict) -> str:
+    found = [outcome["status"] for outcome in results["claims"]]
     count = found.count(claims.SHOWN)
     parts = [f"{count} of the {len(found)} claims {'is' if count == 1 else 'are'} shown here"]
     if count := found.count(claims.CONTRADICTED):
@@ -91,7 +133,7 @@ def headline(results: dict) -> str:
     if count := found.count(claims.NOT_SHOWN):
         parts.append(f"{count} {'is' if count == 1 else 'are'} not shown")
     if count := found.count(claims.NOT_TESTABLE):
-        parts.append(f"{count} can't be tested")
+        parts.append(f"{count} can't be tested ({_lacking(results)})")
     return ", ".join(parts)
 
 
@@ -131,7 +173,8 @@ def findings(results: dict) -> list[tuple[str, str]]:
     broken = [run for run in results["runs"] if run["status"] != "done"]
     if broken:
         names = ", ".join(f"{run['arm']} seed {run['seed']} ({run['status']})" for run in broken)
-        found.append(("not finished", f"{names}. The figures are of the other runs."))
+        rest = "The figures are of the other runs." if len(broken) < len(results["runs"]) else "There are no figures."
+        found.append(("not finished", f"{names}. {rest}"))
     found += [("note", note) for note in results["notes"]]
     codes = {run["code"] for run in results["runs"] if run["code"]}
     if len(codes) > 1:
@@ -161,11 +204,18 @@ def _claims(results: dict, drawings: Mapping[str, str]) -> str:
         f"contradicted: the opposite sign. Equal means a difference below {claims.MARGIN:g} by two one-sided tests. "
         "With one seed nothing can be tested. Nothing is corrected for the number of claims.</p>"
         f"{_figure(drawings, 'claims', 'Every comparison with its 95% interval')}"
-        '<p class="soft">Claimed: left, above 1; right, below 0 (dots) or within the band (squares). Lines are 95% '
-        "intervals.</p>"
+        f"{_claimed(results)}"
         f'<div class="scroll"><table class="claims"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _claimed(results: dict) -> str:
+    """How to read the drawing of the comparisons, which has a panel for each scale that occurs."""
+    scales = {part["scale"] for outcome in results["claims"] for part in outcome["parts"]}
+    said = {"factor": "factors above 1", "difference": "differences below 0 (dots) or within the band (squares)"}
+    panels = "; ".join(text for scale, text in said.items() if scale in scales)
+    return f'<p class="soft">Claimed: {panels}. Lines are 95% intervals.</p>' if panels else ""
 
 
 def _mismatch(results: dict, drawings: Mapping[str, str]) -> str:
@@ -177,10 +227,30 @@ def _mismatch(results: dict, drawings: Mapping[str, str]) -> str:
         "are seeds.</p>"
         f"{_figure(drawings, 'mismatch', 'Mean mismatch over the steps and per arm')}"
         f"{_figures_table(results, names, labels)}"
-        "<p>d = d_weight + d_act + d_num, measured every few steps on some of the rollouts: the rounding of weights, "
+        f"{_parts(results, drawings)}"
+    )
+
+
+def _parts(results: dict, drawings: Mapping[str, str]) -> str:
+    split = "d = d_weight + d_act + d_num"
+    if not any("part_act" in arm["figures"] for arm in results["arms"]):
+        return f"<p>{split} was not measured: {escape(_no_probe(results['plan']))}.</p>"
+    return (
+        f"<p>{split}, measured every few steps on some of the rollouts: the rounding of weights, "
         "that of activations, and the engine's arithmetic against the trainer's.</p>"
         f"{_figure(drawings, 'parts', 'Parts of the mismatch per arm')}"
     )
+
+
+def _no_probe(plan: Mapping) -> str:
+    """Why no finished run has a probe's figures."""
+    given = dict(one.lstrip("+").split("=", 1) for one in plan["overrides"])
+    every = str(given.get("quads.probe.every", plan["probe_every"]))
+    if every == "0":
+        return "the probe was off (quads.probe.every=0)"
+    if every.isdecimal() and plan["steps"] < int(every):
+        return f"a probe runs every {plural(int(every), 'step')}, and a run has {plan['steps']}"
+    return "no run with a probe has finished"
 
 
 def _reward(results: dict, drawings: Mapping[str, str]) -> str:
@@ -260,9 +330,9 @@ def _footer(results: dict) -> str:
     made = f" (outliers: {escape(outliers)})" if outliers else ""
     return (
         f"<footer><p>Starting policy {escape(plan['policy'])}{made}, weights {plan['policy_digest'][:12]}. Evaluation: "
-        f"{plan['heldout']} held-out problems, {plan['samples']} responses each at temperature 1, the same random "
-        "seeds in every engine. Collapsed: the last third of the steps below half of the best third.</p>"
-        f"<p>Overrides: <code>{overrides}</code></p><p><code>{escape(about['command'])}</code></p><p>{machine}</p>"
+        f"{plural(plan['heldout'], 'held-out problem')}, {plural(plan['samples'], 'response')} each at temperature 1, "
+        "the same random seeds in every engine. Collapsed: the last third of the steps below half of the best third."
+        f"</p><p>Overrides: <code>{overrides}</code></p><p><code>{escape(about['command'])}</code></p><p>{machine}</p>"
         f"<p>{versions} &middot; {about['seconds'] / 60:.0f} min in runs. "
         "How to read it, and how the settings were chosen: docs/study.md.</p></footer>"
     )
@@ -318,7 +388,3 @@ def _value(value: float | None) -> str:
 
 def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -20,7 +20,7 @@ def lines(args: argparse.Namespace, plan: Plan, policy: Path | None, heldout: in
 
     found, runs = [], len(plan.runs())
     if args.jobs > runs:
-        found.append(f"note: --jobs {args.jobs}: there are only {runs} runs, which all work at the same time")
+        found.append(f"note: --jobs {args.jobs}: {_only(runs)}")
     jobs, memory = min(args.jobs, runs), psutil.virtual_memory().total / 2**30
     if jobs > 1 and plan.config != DEMO_CONFIG:
         found.append(f"warning: --jobs {args.jobs}: the runs would share the GPUs, of which each takes all")
@@ -39,6 +39,10 @@ def lines(args: argparse.Namespace, plan: Plan, policy: Path | None, heldout: in
             f"note: --heldout {args.heldout}: has no effect with --data, whose {heldout} problems are all used"
         )
     return tuple(found)
+
+
+def _only(runs: int) -> str:
+    return "there is only 1 run" if runs == 1 else f"there are only {runs} runs, which all work at the same time"
 
 
 def weights_gib(folder: Path) -> float:

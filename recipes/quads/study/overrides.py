@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from quads_recipe.preflight_fields import alike
 from quads_recipe.preflight_values import ACTOR, MODEL, ROLLOUT, select
 from quads_recipe.study.plan import StudyError
 
@@ -68,6 +70,37 @@ def check_composed(config: DictConfig) -> None:
     every = select(config, "trainer.save_freq")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise StudyError(f"--set: trainer.save_freq = {every!r}: the last weights are evaluated; give 1 or more steps")
+
+
+def refused(error: Exception) -> str | None:
+    """The setting that hydra could not override since there is none of this name; None for other errors."""
+    found = re.match(r"Could not override '([^']+)'", str(error))
+    return found[1] if found else None
+
+
+def unknown(name: str, config: DictConfig) -> StudyError:
+    """Says what there is instead of the setting `name`, as near as it is spelt. config: a run's, without `--set`."""
+    group, done = config, []
+    for part in name.split("."):
+        where = ".".join(done)
+        if not isinstance(group, DictConfig):
+            return StudyError(f"--set: {name}: {where} is a single setting and has no {part}; set {where} itself")
+        if part not in group:
+            return StudyError(f"--set: {name}: there is no {part} in {where or 'the configuration'}; " + _instead(
+                name, part, group, bool(done)
+            ))  # fmt: skip
+        group, done = group[part], [*done, part]
+    return StudyError(f"--set: {name}: hydra can't override it; set single values")
+
+
+def _instead(name: str, part: str, group: DictConfig, inner: bool) -> str:
+    known = [str(key) for key in group if key != "_target_"]
+    if near := alike(part, known):
+        return f"perhaps {' or '.join(near)} is meant"
+    has = f"it has {', '.join(sorted(known))}" if known else "it is empty"
+    # What verl makes an object of takes its own fields only.
+    own = inner and "_target_" not in group
+    return has + (f"; +{name}=... adds one, where other code reads it" if own else "")
 
 
 def named(given: Sequence[str], setting: str) -> bool:

@@ -42,22 +42,31 @@ def draw_all(results: dict) -> dict[str, Drawing]:
 
 
 def claims(results: dict) -> Figure:
-    """Every comparison with its 95% interval: factors of mismatch on the left, differences of reward on the right."""
-    found = {scale: _comparisons(results, scale) for scale in ("factor", "difference")}
+    """Every comparison with its 95% interval: factors of mismatch, and beside them differences of reward."""
+    panels = {"factor": _factor_axes, "difference": _difference_axes}
+    found = {scale: rows for scale in panels if (rows := _comparisons(results, scale))}
     height = max(map(len, found.values()))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.3 * height + 1.2), layout="constrained")
-    for axes, parts_ in zip((left, right), found.values(), strict=True):
-        _forest(axes, parts_, height)
-    left.set_xscale("log")
-    left.axvline(1, color=style.INK, linewidth=1)
-    left.set_title("mismatch: factor", loc="left", fontsize=10)
-    left.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    right.axvspan(-MARGIN, MARGIN, color=GOOD, alpha=0.1, linewidth=0)
-    right.axvline(0, color=style.INK, linewidth=1)
-    right.set_title("reward: difference", loc="left", fontsize=10)
+    size = (11, 0.3 * height + 1.2)
+    figure, grid = plt.subplots(1, len(found), figsize=size, layout="constrained", squeeze=False)
+    for axes, (scale, rows) in zip(grid.flat, found.items(), strict=True):
+        _forest(axes, rows, height)
+        panels[scale](axes)
     handles = [matplotlib.lines.Line2D([], [], marker="o", color=color) for color in _STATUS_COLORS.values()]
     figure.legend(handles, _STATUS_COLORS, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
+
+
+def _factor_axes(axes) -> None:
+    axes.set_xscale("log")
+    axes.axvline(1, color=style.INK, linewidth=1)
+    axes.set_title("mismatch: factor", loc="left", fontsize=10)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+
+
+def _difference_axes(axes) -> None:
+    axes.axvspan(-MARGIN, MARGIN, color=GOOD, alpha=0.1, linewidth=0)
+    axes.axvline(0, color=style.INK, linewidth=1)
+    axes.set_title("reward: difference", loc="left", fontsize=10)
 
 
 def _comparisons(results: dict, scale: str) -> list[dict]:

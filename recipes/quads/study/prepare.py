@@ -23,6 +23,7 @@ from quads_recipe.study.plan import (
     write_atomically,
 )
 from quads_recipe.study.presets import PRESETS, Preset, Stress, combine
+from quads_recipe.study.words import plural
 
 ABOUT = "about.json"
 PARTS = ("train", "heldout")
@@ -245,9 +246,11 @@ def describe(prepared: Prepared) -> list[str]:
     stress = f", stress {', '.join(plan.stress)}" if plan.stress else ""
     return [
         f"study: preset {plan.preset}, policy {plan.policy}{stress}, folder {prepared.layout.study}",
-        f"{len(plan.arms)} arms ({', '.join(plan.arms)}) x {len(plan.seeds)} seeds x {plan.steps} steps of "
-        f"{about['prompts_per_step']} prompts with {about['responses']} responses",
-        f"evaluation: {prepared.heldout} held-out problems, {plan.samples} responses each, own engine and BF16",
+        f"{plural(len(plan.arms), 'arm')} ({', '.join(plan.arms)}) x {plural(len(plan.seeds), 'seed')} x "
+        f"{plural(plan.steps, 'step')} of {plural(about['prompts_per_step'], 'prompt')} with "
+        f"{plural(about['responses'], 'response')}",
+        f"evaluation: {plural(prepared.heldout, 'held-out problem')}, {plural(plan.samples, 'response')} each, "
+        "own engine and BF16",
         *prepared.notes,
     ]
 

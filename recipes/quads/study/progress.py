@@ -17,6 +17,7 @@ from quads_recipe.demo_process import LogTail
 from quads_recipe.demo_report import Step, parse
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import Plan
+from quads_recipe.study.words import plural
 
 PLAIN_EVERY = 5
 BAR = 32
@@ -127,7 +128,7 @@ class StudyDisplay:
         part = sum(len(active.steps) for active in self.active.values()) / self.plan.steps
         share = min(1.0, (sum(bool(run.done() or run.failure()) for run in runs) + part) / len(runs))
         filled = round(BAR * share)
-        return f"[{'#' * filled}{'.' * (BAR - filled)}] {share:.0%} of {len(runs)} runs{self._eta_text()}"
+        return f"[{'#' * filled}{'.' * (BAR - filled)}] {share:.0%} of {plural(len(runs), 'run')}{self._eta_text()}"
 
     def _now(self) -> str:
         return _clock(time.monotonic() - self._began)

@@ -15,6 +15,7 @@ from quads_recipe.ending_signals import undisturbed
 from quads_recipe.study import collect, command, data, leftover, results
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import LOCK, Plan, StudyError
+from quads_recipe.study.words import plural
 
 STALL_SECONDS = 3600.0
 """A run whose log does not grow for so long is ended and counts as failed."""
@@ -139,7 +140,7 @@ class Runner:
         except StudyError as error:
             return [str(error)]
         if len(steps) != self.plan.steps:
-            return [f"the trainer logged {len(steps)} of {self.plan.steps} steps", *error_lines(run.log)]
+            return [f"the trainer logged {len(steps)} of {plural(self.plan.steps, 'step')}", *error_lines(run.log)]
         saved = run.folder / "checkpoints" / f"global_step_{self.plan.steps}" / "actor" / "huggingface"
         if not list(saved.glob("*.safetensors")):
             return [f"the trainer left no weights in {saved.relative_to(run.folder)}"]
@@ -209,3 +210,17 @@ def lock(study: Path):
         file.close()
         raise StudyError(f"--out: another `quads study` is running in {study}; wait for it, or end it") from None
     return file
+
+
+def working(study: Path) -> bool:
+    """Whether a `quads study` works in this folder now. Writes nothing."""
+    import fcntl
+
+    if not (study / LOCK).is_file():
+        return False
+    with (study / LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # goes with the file
+        except OSError:
+            return True
+    return False
