@@ -344,6 +344,15 @@ def test_prompts_in_tokens(files, tmp_path):
     )
 
 
+def test_prompts_that_the_policy_cannot_read_are_said(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat = [{"role": "user", "content": "Please tell me"}]
+    mine = save_data(tmp_path / "mine.parquet", prompt=chat, data_source="arithmetic")
+    given = ("--data", mine, mine, "--set", "reward.custom_reward_function.path=pkg://quads_recipe.reward")
+    status, text = dry_run(*given, capsys=capsys)
+    assert status == 0 and "warning: --data: " in text and "tokens are <unk>" in text, text
+
+
 def test_generated_prompts_in_tokens(files):
     prompts(files, mine=False)
     prompts(files, "data.max_prompt_length=40", mine=False, terms=(4, 5))

@@ -14,11 +14,13 @@ RUN_GIB = 7
 """What a run of the small policies takes at its peak."""
 
 
-def lines(args: argparse.Namespace, plan: Plan, policy: Path | None, heldout: int) -> tuple[str, ...]:
-    """policy: its folder, if there is one. heldout: number of held-out problems."""
+def lines(
+    args: argparse.Namespace, plan: Plan, policy: Path | None, heldout: int, of_prompts: str | None = None
+) -> tuple[str, ...]:
+    """policy: its folder, if there is one. heldout: number of held-out problems. of_prompts: a warning of theirs."""
     import psutil
 
-    found, runs = [], len(plan.runs())
+    found, runs = [f"warning: {of_prompts}"] if of_prompts else [], len(plan.runs())
     if args.jobs > runs:
         found.append(f"note: --jobs {args.jobs}: {_only(runs)}")
     jobs, memory = min(args.jobs, runs), psutil.virtual_memory().total / 2**30

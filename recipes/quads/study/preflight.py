@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quads_ops.compat import UnsupportedVersion
 from quads_ops.settings import SettingsError
-from quads_recipe.analysis.prompts import Prompt, PromptError, fitting, read_prompts, tokenize
+from quads_recipe.analysis.prompts import Prompt, PromptError, fitting, read_prompts, tokenize, unknown_warning
 from quads_recipe.study import data, overrides
 from quads_recipe.study.plan import StudyError
 
@@ -156,9 +156,9 @@ def check_generated(config: DictConfig, folder: Path, seeds: Sequence[int]) -> N
 
 def check_prompts(
     config: DictConfig, policy: Path, given: Sequence[str], own: tuple[Path, Path] | None, terms: tuple[int, int] | None
-) -> None:
+) -> str | None:
     """Prompts as the policy's tokenizer makes them: some of the training problems, as verl takes them, and whether
-    there are held-out ones that an evaluation would not leave out.
+    there are held-out ones that an evaluation would not leave out. Returns a warning where the policy can't read many.
 
     own: files of `--data`; without them problems are generated with `terms`.
 
@@ -167,7 +167,7 @@ def check_prompts(
     """
     from transformers import AutoTokenizer
 
-    from quads_recipe.training_prompts import LOOKED_AT
+    from quads_recipe.training_prompts import LOOKED_AT, spread
 
     trust = bool(config.actor_rollout_ref.model.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=trust)
@@ -181,6 +181,8 @@ def check_prompts(
                 f"data.max_prompt_length = {longest}: every held-out problem is longer, and evaluations would have "
                 "none; raise it (--set)"
             )
+        prompts = spread(train, LOOKED_AT) + spread(heldout, LOOKED_AT)
+        return unknown_warning(tokenize(prompts, tokenizer), tokenizer, "--data" if own else "--policy")
 
 
 def _check_training(config: DictConfig, prompts: Sequence[Prompt], tokenizer, trust: bool) -> None:

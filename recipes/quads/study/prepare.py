@@ -75,12 +75,12 @@ def prepare(args: argparse.Namespace) -> Prepared:
     own = tuple(path.resolve() for path in args.data) if args.data else None
     plan = _plan(args, preset, stress, Path(name).name, outliers)
     inputs = Inputs(name != NOT_GIVEN, start or policy.find("natural", {}, study), own)
-    configs, heldout = _check(args, plan, inputs, Layout(study), not lacking)
+    configs, heldout, warning = _check(args, plan, inputs, Layout(study), not lacking)
     plan = _with_policy(plan, start, study)
     prepared = Prepared(plan, Layout(study), start, configs[plan.arms[0]], _blocks(configs), own, lacking=lacking)
     prepared.heldout = heldout
     prepared.about = _about(args, preset, prepared)
-    prepared.notes = notes.lines(args, plan, inputs.policy if inputs.given else None, heldout)
+    prepared.notes = notes.lines(args, plan, inputs.policy if inputs.given else None, heldout, warning)
     return prepared
 
 
@@ -96,9 +96,10 @@ class Inputs:
 
 def _check(
     args: argparse.Namespace, plan: Plan, inputs: Inputs, layout: Layout, here: bool
-) -> tuple[dict[str, object], int]:
-    """(arm -> hydra configuration, number of held-out problems). here: the study could start on this machine.
+) -> tuple[dict[str, object], int, str | None]:
+    """(arm -> hydra configuration, number of held-out problems, warning of the prompts).
 
+    here: the study could start on this machine.
     Raises StudyError for what the runs or the evaluations would end with.
     """
     preset_only = dataclasses.replace(plan, overrides=plan.overrides[: len(plan.overrides) - len(args.overrides)])
@@ -111,7 +112,7 @@ def _check(
     configs = command.compose_arms(plan, files, run_dir)
     config = configs[plan.arms[0]]
     overrides.check_composed(config)
-    heldout = plan.heldout
+    heldout, warning = plan.heldout, None
     with preflight.environment(command.environment(plan, run_dir, run_dir / "metrics.jsonl")):
         finite = inputs.given and notes.weights_gib(inputs.policy) <= notes.READ_GIB
         preflight.check_runs(configs, args.overrides, here=here, policy=inputs.given, finite=finite)
@@ -120,8 +121,8 @@ def _check(
         elif here:
             preflight.check_generated(config, layout.data, plan.seeds)
         if inputs.given and (inputs.data or here):
-            preflight.check_prompts(config, inputs.policy, args.overrides, inputs.data, plan.terms)
-    return configs, heldout
+            warning = preflight.check_prompts(config, inputs.policy, args.overrides, inputs.data, plan.terms)
+    return configs, heldout, warning
 
 
 def _with_policy(plan: Plan, start: Path | None, study: Path) -> Plan:
