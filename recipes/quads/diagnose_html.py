@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from quads_recipe.analysis.evidence import counted, has_percentiles
+from quads_recipe.analysis.evidence import has_percentiles
 from quads_recipe.analysis.tokens import CAUSES
 from quads_recipe.diagnose_plots import shown_ratios
 from quads_recipe.diagnose_style import CSS
+from quads_recipe.words import plural
 
 _LAYERS_SHOWN = 64
 
@@ -41,8 +42,8 @@ def page(results: dict, drawings: Mapping[str, str]) -> str:
 
 def _header(about: dict) -> str:
     facts = [
-        f"{counted(about['prompts'], 'prompt')} of {escape(str(about['data']))}",
-        f"responses up to {counted(about['max_new'], 'token')}",
+        f"{plural(about['prompts'], 'prompt')} of {escape(str(about['data']))}",
+        f"responses up to {plural(about['max_new'], 'token')}",
         f"compute dtype {about['dtype']}",
         escape(str(about["device"])),
         escape(str(about["date"])),
@@ -252,7 +253,7 @@ def _token_table(tokens: Iterable[dict]) -> str:
 
 def _footer(about: dict) -> str:
     versions = ", ".join(f"{name} {escape(str(version))}" for name, version in about["versions"].items())
-    others = counted(about["calibration_prompts"], "other response")
+    others = plural(about["calibration_prompts"], "other response")
     return (
         f"<footer><p>Masks were chosen from the statistics of {others} and then frozen, as between two weight syncs. "
         "Standard errors count a response as one observation. GEMM time and bytes are counted from shapes at the peak "

@@ -70,23 +70,26 @@ def _object(text: str) -> dict[str, Any]:
         raise _Unfit("is nested too deeply to be read; copy it again") from None
     if not isinstance(value, dict):
         raise _Unfit(f"holds {shown(value)}, and must hold an object, {{...}}; copy it again")
-    broken = next(_surrogates(value, ""), None) if _ESCAPED_SURROGATE.search(text) else None
+    broken = next(surrogates(value), None) if _ESCAPED_SURROGATE.search(text) else None
     if broken is not None:
         raise _Unfit(f"holds text that is no Unicode (a lone surrogate) in {broken}; correct it, or copy it again")
     return value
 
 
-def _surrogates(value: Any, place: str) -> Iterator[str]:
-    """Fields that hold one, or are called so."""
+def surrogates(value: Any, place: str = "") -> Iterator[str]:
+    """Fields of a JSON value that hold a lone surrogate, which is no Unicode, or are called so.
+
+    place: that of the value itself.
+    """
     if isinstance(value, str) and _SURROGATE.search(value):
         yield place
     elif isinstance(value, dict):
         for key, part in value.items():
             here = f"{place}.{key}".removeprefix(".")
-            yield from [ascii(here)] if _SURROGATE.search(key) else _surrogates(part, here)
+            yield from [ascii(here)] if _SURROGATE.search(key) else surrogates(part, here)
     elif isinstance(value, list):
         for number, part in enumerate(value):
-            yield from _surrogates(part, f"{place}[{number}]")
+            yield from surrogates(part, f"{place}[{number}]")
 
 
 def shown(value: Any) -> str:

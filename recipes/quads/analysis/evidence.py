@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quads_recipe.study.statistics import critical
+from quads_recipe.words import plural
 
 if TYPE_CHECKING:  # drawings need no model
     from quads_recipe.analysis.measure import ArmResult
@@ -36,8 +37,8 @@ class Evidence:
         if not self.few:
             return None
         return (
-            f"Too little data for a verdict: a rollout has only {counted(self.tokens, 'token')} of "
-            f"{counted(self.responses, 'response')}; it takes {FEW_TOKENS} tokens of {FEW_RESPONSES} responses. No "
+            f"Too little data for a verdict: a rollout has only {plural(self.tokens, 'token')} of "
+            f"{plural(self.responses, 'response')}; it takes {FEW_TOKENS} tokens of {FEW_RESPONSES} responses. No "
             f"layer is named for quads.exclude{'' if percentiles(self.tokens) else ', and percentiles are left out'}. "
             "Before you decide, raise --prompts (--data needs twice as many) or --max-new."
         )
@@ -70,8 +71,3 @@ def errors_needed(responses: int) -> float:
     if responses >= FEW_RESPONSES:
         return 2.0
     return critical(responses - 1) if responses > 1 else math.inf
-
-
-def counted(count: int, noun: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

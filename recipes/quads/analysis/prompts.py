@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from quads_recipe.preflight_json import surrogates
 
 Prompt = str | list[dict]
 """Text, or chat messages."""
@@ -13,8 +14,6 @@ Prompt = str | list[dict]
 FORMATS = (".txt", ".jsonl", ".parquet")
 MOST_UNKNOWN = 0.1
 """Share of unknown tokens in prompts, above which `unknown_warning` speaks."""
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class PromptError(ValueError):
@@ -152,7 +151,7 @@ def _parquet(path: Path):
 
 
 def _checked(value, where: str) -> Prompt:
-    if _has_surrogate(value):
+    if any(True for _ in surrogates(value)):
         raise PromptError(f"--data {where}: holds text that is no Unicode (a lone surrogate); leave it out")
     if isinstance(value, str) and value.strip():
         return value
@@ -165,11 +164,3 @@ def _checked(value, where: str) -> Prompt:
     raise PromptError(
         f"--data {where}: needs a text, or chat messages [{{role, content}}, ...], alone or under `prompt`"
     )
-
-
-def _has_surrogate(value) -> bool:
-    if isinstance(value, str):
-        return bool(_SURROGATE.search(value))
-    if isinstance(value, dict):
-        return any(map(_has_surrogate, (*value.keys(), *value.values())))
-    return isinstance(value, list) and any(map(_has_surrogate, value))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from quads_ops.settings import ARMS, QuadsSettings
-from quads_recipe.analysis.evidence import counted
 from quads_recipe.analysis.masks import SiteResidual
 from quads_recipe.analysis.rollout_engine import EngineOptions, Generated, RolloutEngine
 from quads_recipe.analysis.score import Sample
+from quads_recipe.words import plural
 
 MASK_RATIO = 0.5
 """Ratio while gathering statistics. They do not depend on it, but an engine at ratio 0 or 1 gathers none."""
@@ -91,7 +91,7 @@ def collect(job: Job, say: Callable[[str], None]) -> Collected:
             else:
                 key = RolloutKey(mode)
                 collected.own[key] = _sampled(engine, job, key)
-                say(f"rollout {mode}: {counted(collected.own[key].logprobs.numel(), 'token')}")
+                say(f"rollout {mode}: {plural(collected.own[key].logprobs.numel(), 'token')}")
     return collected
 
 
@@ -101,7 +101,7 @@ def _collect_w4a4(engine: RolloutEngine, job: Job, collected: Collected, say: Ca
     for key in _ordered(job):
         engine.set_ratio(key.ratio)
         collected.own[key] = _sampled(engine, job, key)
-        tokens = counted(collected.own[key].logprobs.numel(), "token")
+        tokens = plural(collected.own[key].logprobs.numel(), "token")
         say(f"rollout w4a4, residual ratio {key.ratio:g}: {tokens}")
     if not job.ratios:
         return

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from quads_recipe.analysis.cost import Cost
 from quads_recipe.analysis.decompose import mean_and_error, mean_exp_abs
-from quads_recipe.analysis.evidence import Evidence, counted, errors_needed, evidence, percentiles
+from quads_recipe.analysis.evidence import Evidence, errors_needed, evidence, percentiles
 from quads_recipe.analysis.measure import ArmResult, LeftOut
+from quads_recipe.words import plural
 
 ALARM = 1.05
 """On mean exp|d|: where NeMo-RL raises its alarm."""
@@ -307,11 +308,11 @@ def _symmetric(arms: Mapping[str, ArmResult], dtype: str) -> Finding | None:
 
 def _trust(arms: Mapping[str, ArmResult], dtype: str, data: Evidence) -> Finding:
     some = next(iter(arms.values()))
-    tokens, responses = counted(some.parts.d.numel(), "token"), counted(len(some.tokens.samples), "response")
+    tokens, responses = plural(some.parts.d.numel(), "token"), plural(len(some.tokens.samples), "response")
     text = f"{tokens} of {responses} per arm, compute dtype {dtype}."
     if data.few:
         text = (
-            f"Hardly: a rollout has only {counted(data.tokens, 'token')} of {counted(data.responses, 'response')}, "
+            f"Hardly: a rollout has only {plural(data.tokens, 'token')} of {plural(data.responses, 'response')}, "
             f"compute dtype {dtype}. Read means with their standard errors."
         )
     if "bf16" in arms:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from quads_recipe.study import statistics
 from quads_recipe.study.statistics import Test
-from quads_recipe.study.words import plural
+from quads_recipe.words import plural
 
 LEVEL = 0.05
 MARGIN = 0.03

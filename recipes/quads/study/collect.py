@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quads_recipe import demo_report
 from quads_recipe.study.reading import StudyError, shown
-from quads_recipe.study.words import plural
+from quads_recipe.words import plural
 
 Step = dict[str, float]
 """`step`, and the metrics below that were logged."""

@@ -10,7 +10,7 @@ from quads_recipe.diagnose_style import CSS
 from quads_recipe.study import claims
 from quads_recipe.study.collect import METRICS
 from quads_recipe.study.presets import ALL_ARMS
-from quads_recipe.study.words import plural
+from quads_recipe.words import plural
 
 EXTRA_CSS = """
 .shown { --tone: var(--good); } .contradicted { --tone: var(--bad); } .open { --tone: var(--warm); }

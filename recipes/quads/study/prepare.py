@@ -23,7 +23,7 @@ from quads_recipe.study.plan import (
     write_atomically,
 )
 from quads_recipe.study.presets import PRESETS, Preset, Stress, combine
-from quads_recipe.study.words import plural
+from quads_recipe.words import plural
 
 ABOUT = "about.json"
 PARTS = ("train", "heldout")

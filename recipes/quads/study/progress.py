@@ -17,7 +17,7 @@ from quads_recipe.demo_process import LogTail
 from quads_recipe.demo_report import Step, parse
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import Plan
-from quads_recipe.study.words import plural
+from quads_recipe.words import plural
 
 PLAIN_EVERY = 5
 BAR = 32

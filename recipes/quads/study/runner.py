@@ -15,7 +15,7 @@ from quads_recipe.ending_signals import undisturbed
 from quads_recipe.study import collect, command, data, leftover, results
 from quads_recipe.study.layout import Layout, Run
 from quads_recipe.study.plan import LOCK, Plan, StudyError
-from quads_recipe.study.words import plural
+from quads_recipe.words import plural
 
 STALL_SECONDS = 3600.0
 """A run whose log does not grow for so long is ended and counts as failed."""
